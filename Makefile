@@ -23,17 +23,17 @@ study: runs/data/train.idx  ## what compression does to training, as a page; ARG
 	$(RUN) -m paxtrain.study --config=configs/study.py --out=runs/study $(ARGS)
 
 bench: $(VENV)/run.txt  ## measure the training step and the planner
-	$(RUN) -m paxtrain.bench
-	$(RUN) -m planner.bench
+	$(RUN) -m experiments.bench.trainer
+	$(RUN) -m experiments.bench.planner
 
 # jax for CUDA takes gigabytes, so it is installed only where the driver shows a GPU.
 GPU_ENVIRONMENT := $(VENV)/$(if $(wildcard /dev/nvidia0),gpu,run).txt
 
 gpu: $(GPU_ENVIRONMENT)  ## measure all of it on this machine's GPUs (25 minutes), or see on CPUs that it runs (4 minutes)
-	$(RUN) -m planner.gpu $(ARGS)
+	$(RUN) -m experiments.gpu $(ARGS)
 
 lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slow links, made of this machine (root, an hour and a half; half an hour more: ARGS="--experiments=paper,sooner,adaptive")
-	$(RUN) -m tests.cluster.lab $(ARGS)
+	$(RUN) -m experiments.lab $(ARGS)
 
 # If a worker dies, pytest-xdist may wait for ever for the one that replaces it (pytest-xdist#784), so none does.
 test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest
@@ -47,7 +47,7 @@ test-slow: $(VENV)/dev.txt  ## the tests that take minutes
 	$(RUN) -m pytest -m slow $(ARGS)
 
 exports: $(VENV)/dev.txt  ## plans for other trainers, read by their own parsers, in environments of gigabytes
-	$(RUN) -m tests.environment tests/planner/export/parsers/*.py
+	$(RUN) -m experiments.environment tests/planner/export/parsers/*.py
 	$(RUN) -m pytest -m slow tests/planner/export/test_parsers.py $(ARGS)
 
 lint: $(VENV)/dev.txt  ## rules, format and types

@@ -11,7 +11,6 @@
     policy.py                               rules for what to compress, when to start, and to which rank
     kernels.py                              passes over whole matrices: public op and jnp reference
     gpu/                                    kernels for NVIDIA GPUs: of the passes, and of the algebra on thin factors
-    kernel_times.py bench.py                benchmark of the kernels, and its main
     subspace.py                             subspace iteration on thin factors
 
     error = compress.codec_error(compress.LowRank(16), gradients, steps=8)      # [8] relative errors

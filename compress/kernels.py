@@ -14,7 +14,7 @@ bfloat16.
 "interpret" the same kernels in Pallas's interpreter, for tests on any device. "wgmma" and "tcgen05" are
 compress/gpu/mosaic.py's kernels for Hopper and Blackwell; matrices that these do not take go to "triton". Sender and
 receiver of a message, and a `Lazy` error, must use the same implementation: the last bits of p w^T depend on it.
-`python -m compress.bench` compares their speed.
+`make gpu` compares their speed.
 
 If `active` (a traced scalar) is False, a pass returns the state that it updates as it was, bit for bit. The state is an
 error's first array, or the m of `residual`. "triton" updates it in place if XLA sees no later use of it, and an

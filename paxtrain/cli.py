@@ -18,7 +18,6 @@ COMMANDS: dict[str, Command] = {
     "profile": ("paxtrain.profile", (), "show where the seconds of a training step go"),
     "study": ("paxtrain.study", (), "compare training with different compression"),
     "compare": ("paxtrain.compare", (), "draw the losses of runs beside each other"),
-    "bench": ("paxtrain.bench", (), "measure the training step"),
 }
 
 

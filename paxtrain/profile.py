@@ -2,6 +2,7 @@
 
 The program takes the flags of paxtrain.train, but needs neither data nor checkpoints. It runs a few steps from fresh
 weights on random tokens, with the configuration's compression on. `paxtrain/profiling/breakdown.py` lists the parts.
+With --ledger it compiles the step for an H100 that is not there and says what it computes, moves and sends.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from paxtrain.parallel import stage_choice
 from paxtrain.parallel.compression import checks
 from paxtrain.parallel.mesh import host_major, make_mesh
 from paxtrain.process import distributed
+from paxtrain.profiling import ledger
 from paxtrain.profiling.breakdown import Breakdown, breakdown, by_stage, table
 
 HINT = OVERRIDES
@@ -57,6 +59,8 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
 def define_flags() -> None:
     """Define this main's flags."""
     training_flags.define_flags()
+    description = "Show what the step computes, moves and sends on an H100, from a program compiled without one."
+    flags.DEFINE_bool("ledger", False, description)
     flags.DEFINE_integer("steps", 3, "Steps to trace.", lower_bound=1)
 
 
@@ -64,6 +68,9 @@ def main(argv: Sequence[str]) -> None:
     """Read the configuration, join the other processes, measure the step and print the table."""
     f = flags.FLAGS
     config, chosen = training_flags.configured()
+    if f.ledger:
+        ledger.ledger(config)
+        return
     training_flags.join()
     mesh, problem = None, None
     try:

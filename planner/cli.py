@@ -12,9 +12,6 @@ COMMANDS: dict[str, Command] = {
     "supervise": ("planner.supervise", (), "run the command of one host, and end all hosts together after a fault"),
     "validate": ("planner.validate", (), "score predictions against measured runs"),
     "convert": ("planner.convert", (), "convert published trials for validate"),
-    "published": ("planner.published", (), "predict steps that others published"),
-    "gpu": ("planner.gpu", (), "measure this machine's GPUs, and write the page"),
-    "bench": ("planner.bench", (), "measure the planner"),
 }
 
 

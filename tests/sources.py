@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PACKAGES = ("compress", "paxtrain", "planner", "configs")
+PACKAGES = ("compress", "paxtrain", "planner", "configs", "experiments")
 # Distributions that are not named like their module.
 DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
 
@@ -70,7 +70,7 @@ def read(root: pathlib.Path = ROOT) -> dict[str, Source]:
         tree = ast.parse(text)
         imports, distributions = set(), set()
         # A library that makes a job only writes commands, which other processes run on the job's hosts.
-        for name in _imported(tree, modules, runs=path.startswith("tests/") or _is_main(tree)):
+        for name in _imported(tree, modules, runs=path.startswith(("tests/", "experiments/")) or _is_main(tree)):
             top = name.partition(".")[0]
             if name in modules:
                 imports.add(modules[name])

@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "paxtrain": {"paxtrain", "compress"},
     "planner": {"planner", "paxtrain", "compress"},
     "configs": {"configs", "paxtrain"},
-    "tests": {"tests", "planner", "paxtrain", "compress", "configs"},
+    "experiments": {"experiments", "configs", "planner", "paxtrain", "compress"},
+    "tests": {"tests", "experiments", "planner", "paxtrain", "compress", "configs"},
 }
 LIBRARY = {"tests": "testing"}  # whose name is not that of its folder
 MINIATURE = {
@@ -104,7 +105,7 @@ def complaints(root, text=None):
     modules = [target["main_module"] for target in of_rule["py_binary"].values()]
     found += [f"{module} has {modules.count(module)} binaries" for module in set(modules) if modules.count(module) > 1]
     programs = {target["main_module"]: target["deps"] for target in of_rule["py_binary"].values()}
-    shipped = [name for name, target in built.items() if ":testing" in target["deps"] or name == "testing"]
+    shipped = [name for name, target in built.items() if {":testing", ":experiments"} & {*target["deps"], f":{name}"}]
     plain = [name for name in shipped if built[name]["rule"] != "py_test" and not built[name].get("testonly")]
     found += [f"{name} is not testonly" for name in plain]
     for path, source in read.items():
@@ -149,7 +150,7 @@ def miniature(tmp_path):
         (tmp_path / name).write_text(text)
     text = (tmp_path / "BUILD").read_text()
     text = re.sub(r"(\nPROGRAMS = \[).*?\n\]", r'\1"paxtrain.train"]', text, flags=re.S)
-    text = re.sub(r"(\nTEST_PROGRAMS = \[).*?\n\]", r"\1]", text, flags=re.S)
+    text = re.sub(r"(\n(?:TEST|EXPERIMENT)_PROGRAMS = \[).*?\n\]", r"\1]", text, flags=re.S)
     text = re.sub(r"(\nSCRIPTS = \[).*?\n\]", r'\1"tests/paxtrain/make.py"]', text, flags=re.S)
     wanted = {
         "compress": ["@pypi//jax"],

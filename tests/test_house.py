@@ -35,11 +35,10 @@ MAY_IMPORT = {
     "paxtrain/outer": (*_STEP, "paxtrain/process", "paxtrain/parallel"),
     "paxtrain/data": ("paxtrain/config",),
     "paxtrain/run": (*_STEP, *_RUN, "paxtrain/profiling"),
-    "paxtrain/profiling": ("paxtrain/config", "paxtrain/process", "paxtrain/run", "paxtrain/xla"),
+    "paxtrain/profiling": (*_STEP, *_DEVICES, "paxtrain/parallel", "paxtrain/run"),
     "paxtrain/huggingface": ("paxtrain/config", "paxtrain/model", "paxtrain/data", "paxtrain/run"),
     "paxtrain/study": _TRAINER,
-    "paxtrain/bench": _TRAINER,
-    "paxtrain": (*_TRAINER, "paxtrain/huggingface", "paxtrain/study", "paxtrain/bench"),
+    "paxtrain": (*_TRAINER, "paxtrain/huggingface", "paxtrain/study"),
     "planner/cluster": ("paxtrain/config", "paxtrain/devices"),
     "planner/pipeline": ("paxtrain/schedule",),
     "planner/cost": (
@@ -59,16 +58,13 @@ MAY_IMPORT = {
     "planner/export": ("paxtrain/config", "paxtrain/schedule"),
     "planner/measure": (*_TRAINER, "planner/cluster", "planner/cost"),
     "planner/fit": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", *_COST),
-    "planner/published": ("paxtrain/config", *_COST),
     "planner/start": (*_TRAINER, *_PLANNING, "planner/measure", "planner/fit"),
     "planner/jobs": ("paxtrain/config", "paxtrain/process", "planner/memory", "planner/supervision"),
     "planner/supervision": ("paxtrain/process",),
 }
-MAY_IMPORT["planner/bench"] = (*_TRAINER, *_PLANNING, "planner/measure", "paxtrain/bench")
-MAY_IMPORT["planner/gpu"] = (*MAY_IMPORT["planner/bench"], "paxtrain/study", "planner/fit", "planner/bench")
 MAY_IMPORT["planner"] = (
     "paxtrain",
-    *MAY_IMPORT["planner/bench"],
+    *_TRAINER,
     *(room for room in MAY_IMPORT if room.startswith("planner/")),
 )
 
@@ -133,7 +129,7 @@ def test_every_room_says_what_lives_there():
 def unknown_paths(texts):
     """Return the Python files that texts name by their path from the root, and that are not there."""
     named = {path for text in texts for path in re.findall(r"(?<![\w./-])(?:[a-z_0-9]+/)+[a-z_0-9]+\.py\b", text)}
-    tops = (*PRODUCT, "configs", "examples", "tests")
+    tops = (*PRODUCT, "configs", "examples", "experiments", "tests")
     return sorted(path for path in named if path.startswith(tops) and not (ROOT / path).exists())
 
 

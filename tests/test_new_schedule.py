@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.gpu import correctness, many, options
+from experiments.gpu.section import FULL
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
@@ -18,8 +20,6 @@ from paxtrain.schedule.row_layout import lay_out, warm_up_then_alternate
 from paxtrain.schedule.schedules import SPECS, ScheduleSpec, build, code
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
-from planner.gpu import correctness, many, options
-from planner.gpu.section import FULL
 from planner.memory import closed_form
 from planner.pipeline import rows
 from planner.search import layers, pruning
@@ -33,15 +33,15 @@ NAME = "late_1f1b"
 MAY_NAME_SCHEDULES = (
     "paxtrain/schedule/schedules.py",
     "paxtrain/config/parallel.py",
-    "paxtrain/bench/",
-    "planner/bench/",
+    "experiments/bench/trainer/",
+    "experiments/bench/planner/",
     "planner/export/",
     "planner/memory/labels.py",
     "planner/search/baselines.py",
     "planner/fit/trial_model.py",
     "planner/fit/trials.py",
     "planner/cost/simulate.py",
-    "planner/published/prediction.py",
+    "experiments/published/prediction.py",
     "planner/measure/compute_timing.py",
 )
 

@@ -19,7 +19,7 @@ from planner.cluster.trunks import Trunks
 class Shares:
     """Shares of its data sheet that an unmeasured device reaches; planner.fit.recalibrate takes them from runs.
 
-    The default of `memory` is fitted to half of the runs of planner/published, which other trainers made.
+    The default of `memory` is fitted to half of the published runs of docs/accuracy.md, which other trainers made.
 
     Attributes:
         matmul: FLOP/s of the largest products over what the device reaches in training (DeviceSheet.reach); smaller

@@ -35,9 +35,9 @@ class DeviceSheet:
     reach: float = 0.65
 
 
-# By compute capability. A100 and H100: fitted to half of the runs of planner/published. B200: H100's, scaled as both
-# are in benchmarks, 1745 of 2250 TFLOP/s to 794.5 of 989 (Bekman, Machine Learning Engineering Open Book, "Maximum
-# Achievable Matmul FLOPS comparison table"). Others: a typical share.
+# By compute capability. A100 and H100: fitted to half of the published runs of docs/accuracy.md. B200: H100's, scaled
+# as both are in benchmarks, 1745 of 2250 TFLOP/s to 794.5 of 989 (Bekman, Machine Learning Engineering Open Book,
+# "Maximum Achievable Matmul FLOPS comparison table"). Others: a typical share.
 _H100 = 0.61
 REACH = {(8, 0): 0.70, (9, 0): _H100, (10, 0): _H100 * (1745 / 2250) / (794.5 / 989)}
 

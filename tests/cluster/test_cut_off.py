@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from experiments.hosts import hosts
 from paxtrain.process import job_secret
 from planner.supervision.peer_connections import PORT
 from planner.supervision.supervisor import FAULT, Limits
-from tests.cluster import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMITS = Limits(link=4.0, settle=3.0, grace=0.5, start=20.0)

@@ -5,7 +5,8 @@ The tests break one and the same run, in their order; each starts it again for t
 
 import pytest
 
-from tests.cluster import faults, hosts
+from experiments.hosts import hosts
+from experiments.lab import faults
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
 LIMITS = faults.LIMITS

@@ -13,12 +13,12 @@ import time
 
 import pytest
 
+from experiments.hosts import hosts, scenario
+from experiments.lab.session import ENVIRONMENT, ROOT
 from paxtrain.config import plan as plans
 from paxtrain.data.preparation import prepare
 from paxtrain.profiling.terms import PARTS
 from paxtrain.run import metrics
-from tests.cluster import hosts, scenario
-from tests.cluster.session import ENVIRONMENT, ROOT
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 def train(
-    cluster: hosts.Cluster, home: pathlib.Path, out: pathlib.Path, *arguments: str, program: str = "tests.cluster.job"
+    cluster: hosts.Cluster, home: pathlib.Path, out: pathlib.Path, *arguments: str, program: str = "experiments.lab.job"
 ) -> tuple[float, list[float]]:
     """Train, and return the seconds from the start to the end of the first step, and those of each later step."""
     variables = ENVIRONMENT | {
@@ -46,7 +46,7 @@ def train(
     }
     data = {f"data.{name}": home / "data" / name for name in ("train", "validation")}
     settings = [f"--config.{name}={value}" for name, value in {**SETTINGS, **data}.items()]
-    command = [sys.executable, "-m", program, f"--config={ROOT / 'tests/cluster/config.py'}", *settings]
+    command = [sys.executable, "-m", program, f"--config={ROOT / 'experiments/lab/config.py'}", *settings]
     command += [f"--out={out}", "--profile_seconds=30", "--compress=none"]
     command += [*arguments, f"--coordinator={cluster.addresses[0]}:{PORT}", f"--num_processes={HOSTS}"]
     out.mkdir()

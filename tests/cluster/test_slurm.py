@@ -17,12 +17,12 @@ import time
 
 import pytest
 
+from experiments.hosts.hosts import Cluster
+from experiments.hosts.slurm_cluster import HOLD, SILENT, Slurm, why_not
 from paxtrain.config import plan as plans
 from paxtrain.data.preparation import prepare
 from paxtrain.run import metrics
 from paxtrain.run.checkpoint_reading import read_meta
-from tests.cluster.hosts import Cluster
-from tests.cluster.slurm_cluster import HOLD, SILENT, Slurm, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"there is no SLURM here: {why_not()}")
 

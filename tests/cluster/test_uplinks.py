@@ -6,11 +6,11 @@ Nobody says which hosts share them.
 import numpy as np
 import pytest
 
+from experiments.hosts.hosts import Cluster
+from experiments.hosts.network import Uplinks
+from experiments.lab.models import Split
+from experiments.lab.session import Session
 from planner.cluster.cluster import Cluster as Links
-from tests.cluster.hosts import Cluster
-from tests.cluster.models import Split
-from tests.cluster.network import Uplinks
-from tests.cluster.session import Session
 
 INSIDE, UPLINK = 100.0, 25.0  # Mbit/s
 SITES = (0, 1, 1, 0, 1, 0)

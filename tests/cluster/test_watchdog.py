@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.cluster import hosts
-from tests.cluster.supervised_run import HOSTS, MBIT, PATIENCE, Lab
+from experiments.hosts import hosts
+from experiments.lab.supervised_run import HOSTS, MBIT, PATIENCE, Lab
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
 SLOWER = 20

@@ -320,10 +320,10 @@ MAINS = (
         files=("plan.json",),
     ),
     Main(
-        "planner.published.__main__",
+        "experiments.published.__main__",
         {"page": "{home}/page.md"},
         texts=("page",),
         files=("page.md",),
-        skip=("planner.published.runs:read",),
+        skip=("experiments.published.runs:read",),
     ),
 )

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import safetensors.numpy
 
+from experiments.published.comparison import BEGIN, END
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig, plan
 from paxtrain.data.preparation import prepare as prepare_data
 from paxtrain.huggingface import architectures
@@ -20,7 +21,6 @@ from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.fit.constants import CONSTANTS
 from planner.fit.trials import COLUMNS
-from planner.published.comparison import BEGIN, END
 from tests.sources import ROOT
 
 # Constants that plans use.

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from compress import kernel_times, kernels
+from compress import kernels
 from compress.lowrank import LowRank
+from experiments.bench.kernels import kernel_times
 from tests.compress.gpu.compiled import compiled, encode, gpu, kernel_calls, launches
 
 

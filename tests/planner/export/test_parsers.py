@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 
+from experiments.environment import Environment
 from paxtrain.config import BatchConfig
 from planner.export import maxtext, megatron, torchtitan
-from tests.environment import Environment
 from tests.planner.export import cases
 from tests.planner.export.cases import DEVICES, GPT2, LLAMA, Case
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.bench.planner.placement import against_exhaustive
 from paxtrain.errors import UserError
-from planner.bench.placement import against_exhaustive
 from planner.cost.candidate import Candidate, host_order
 from planner.cost.coded import Coded
 from planner.cost.link_seconds import fabric, rings
@@ -165,7 +165,7 @@ def test_layouts_fill_hosts_and_differ(data, pipe, slots):
 
 
 def test_annealed_placements_of_eight_hosts_are_the_best():
-    """The cases are a sample of those that python -m planner.bench --sections=placement runs."""
+    """The cases are a sample of those that python -m experiments.bench.planner --sections=placement runs."""
     left = np.array([share for _, share in against_exhaustive([3])])
     assert (left < 1e-9).mean() >= 0.8 and left.max() < 5e-3
 

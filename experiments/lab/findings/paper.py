@@ -1,0 +1,178 @@
+"""CB, FE and SC one after the other in the papers' setting: what each gains, and why."""
+
+import pathlib
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.lab.findings.gains import SPREADS, bound, captured, measured, speedup
+from experiments.lab.laboratory import summary
+from experiments.lab.measuring import paper as experiment
+from experiments.lab.measuring.compression import paper_speedups
+from experiments.lab.page import figures
+from experiments.lab.page.section import (
+    Drawing,
+    Section,
+    Target,
+    factor,
+    lab,
+    listed,
+    percent,
+    seconds,
+    signed,
+    span,
+    table,
+)
+from experiments.lab.records import Records
+from paxtrain.run import plots
+
+TITLE, SOURCE = "The papers' setting", "paper.jsonl"
+DENSE = experiment.DENSE
+STEPS = {"CB": DENSE, "CB+FE": "CB", experiment.SELECTIVE: "CB+FE"}  # each kind beside the one before it
+_PARTS = dict(zip(STEPS, ("CB", "FE", "SC"), strict=True))
+ADDS = Target(
+    "In the papers' setting each of CB, FE and SC makes a step of 1F1B quicker, one after the other",
+    "each by more than its spread, and than half a percent of a step",
+)
+_LEAST = 0.005  # share of a step below which a gain is chance
+_COLORS = dict(zip(experiment.KINDS, (figures.INK, "#3c9d8f", "#8aa83a", "#d9822b"), strict=True))
+
+
+def gains(line: dict) -> dict[str, tuple[float, float]]:
+    """Return what each of CB, FE and SC takes off a step beside the kind before it, as a share of a dense step.
+
+    Returns:
+        The difference of medians, and the spread of the differences of single repeats, which are taken in turn.
+    """
+    times = {kind: np.array(found) for kind, found in line["seconds"].items()}
+    dense = float(np.median(times[DENSE]))
+    return {
+        _PARTS[kind]: (
+            float(np.median(times[before]) - np.median(times[kind])) / dense,
+            summary(((times[before] - times[kind]) / dense).tolist())["spread"],
+        )
+        for kind, before in STEPS.items()
+    }
+
+
+def confirmed(gain: float, spread: float) -> bool:
+    """Return whether a gain is more than its spread, and than chance."""
+    return gain > max(spread, _LEAST)
+
+
+def _draw(lines: list[dict]) -> Figure:
+    figure = plots.figure(9, 3.4)
+    panels = figure.subplots(1, len(lines), sharey=True, squeeze=False)[0]
+    for axes, line in zip(panels, lines):
+        plots.style(axes)
+        found = [summary(times) for times in line["seconds"].values()]
+        at, heights = range(len(found)), [one["median"] for one in found]
+        colors = [_COLORS[kind] for kind in line["seconds"]]
+        axes.bar(at, heights, 0.6, yerr=[one["spread"] for one in found], color=colors, capsize=3)
+        axes.axhline(summary(line["unlimited"])["median"], color=figures.MUTED, linestyle="--", linewidth=1.2)
+        axes.set_xticks(list(at), list(line["seconds"]), fontsize=8)
+        axes.set_title(f"{line['key']}; dashed: dense without limits of links", **figures.TITLE)
+    panels[0].set_ylabel("seconds of a step")
+    return figure
+
+
+# --- Words ------------------------------------------------------------------------------------------------------------
+
+
+def _setting(lines: list[dict]) -> str:
+    split = experiment.programs("1f1b", "all")[DENSE]
+    repeats = span(len(times) for line in lines for times in line["seconds"].values())
+    chosen = ", ".join(f"{line['selected']} of {line['key']}" for line in lines)
+    return f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, width {split.hidden},
+    {split.candidate.micro_batches} micro-batches, as 8.3B parameters have them with tensor 8, pipe 4 and data 4. The
+    links of {lines[0]["rate"]:.0f} Mbit/s are set so that communication takes {lines[0]["share"]:.0%} of a dense step
+    of 1F1B, as the planner predicts for that setting on 200 Gbit/s. CB compresses the gradients of the pipeline's
+    drain, FE fuses the synchronisation of the embedding, and SC compresses the gradients over data of the stages that
+    the planner's rule chooses: {chosen}. {repeats} repeats of each kind, taken in turn. {SPREADS} Losses are not
+    compared here, only times. The head is as long as a layer, of which a stage has one; there it is less than a tenth
+    of a stage."""
+
+
+def _traffic() -> str:
+    rows = []
+    for where, (sent, rest) in experiment.both().items():
+        size = sum(sent)
+        whole = f"{size / 1e9:.2f} GB" if size > 1e8 else f"{size / 1e6:.2f} MB"
+        rows.append((where, whole, *map(percent, sent.shares), *map(percent, rest)))
+    headings = ("", "a device sends in a step", "gradients between stages", "embedding", "gradients over data")
+    return table((*headings, "rank leaves of a message", "of a layer's gradients"), rows)
+
+
+def _times(line: dict) -> str:
+    dense, free = line["seconds"][DENSE], line["unlimited"]
+    rows = []
+    for kind, times in line["seconds"].items():
+        rows.append(
+            (
+                kind,
+                measured(times),
+                "" if kind == DENSE else speedup(dense, times).as_factor,
+                "" if kind == DENSE else captured(dense, times, free).as_share,
+                seconds(line["predicted"][kind]),
+                signed(line["predicted"][kind] / summary(times)["median"] - 1),
+                f"{sum(line['wire'][kind].values()) / 1e6:.1f}" if "wire" in line else "",
+            )
+        )
+    rows.append(("dense, links without limits", measured(free), bound(dense, free).as_factor, "100%", "", "", ""))
+    headings = (line["key"], "step", "speed-up", "captured", "predicted", "error", "MB of all devices")
+    return table(headings, rows)
+
+
+def _verdict(line: dict) -> str:
+    """Return for each of CB, FE and SC whether it gains, and how that compares with what its bytes allow."""
+    dense, found = summary(line["seconds"][DENSE])["median"], []
+    for part, (gain, spread) in gains(line).items():
+        word = "confirmed" if confirmed(gain, spread) else "refuted"
+        most = line["most"][part] / dense
+        found.append(
+            f"{part} takes {percent(gain)} ± {percent(spread)} off the dense step ({word}); the bytes that it removes "
+            f"take {percent(most)} of that step if nothing hides them"
+        )
+    share = 1 - summary(line["unlimited"])["median"] / dense
+    return f"{line['key']}: links take {percent(share)} of a dense step, as measured. {'. '.join(found)}."
+
+
+def _reason(lines: list[dict]) -> str:
+    """Return why the parts differ, from the bytes."""
+    there, _ = experiment.both()["there"]
+    candidate = experiment.programs("1f1b", "all")[DENSE].candidate
+    m, p = candidate.micro_batches, candidate.pipe
+    return f"""The reason is in the bytes. CB compresses {p - 1} of {m} gradients that the first stage gets, and fewer
+    on the other links, since those before the drain are to hide under compute; so it can take no more than the drain's
+    {p - 1} messages off a step. FE changes a table that is {percent(there.shares.embedding)} of the bytes. SC has the
+    gradients over data, {percent(there.shares.data)}. On CPUs a transfer blocks both of its ends, so here the other
+    gradients between stages are not hidden, which CB leaves as they are; on GPUs they are, and cost nothing to begin
+    with. {_planner()}"""
+
+
+def _planner() -> str:
+    said = listed([f"{factor(gain)} of {kind}" for kind, gain in paper_speedups().items()])
+    return f"For 8.3B parameters on GPUs, whose transfers overlap, the planner predicts speed-ups of {said}."
+
+
+def section(folder: pathlib.Path) -> Section:
+    """Return the traffic of both settings, step times, and what each part gains with the reason."""
+    records = Records(folder / SOURCE)
+    lines = [records[schedule] for schedule in experiment.SCHEDULES if schedule in records]
+    command = lab("paper")
+    if not lines:
+        return Section(TITLE, command, (SOURCE,), (ADDS,))
+    target, first = ADDS, lines[0]
+    if first["key"] == experiment.SCHEDULES[0]:
+        found = gains(first)
+        said = ", ".join(f"{part} {signed(gain)} ± {percent(spread)}" for part, (gain, spread) in found.items())
+        met = all(confirmed(gain, spread) for gain, spread in found.values())
+        target = ADDS.said(f"of a dense step: {said}", met)
+    blocks: list[str | Drawing] = [_setting(lines), _traffic()]
+    for line in lines:
+        blocks += [_times(line), _verdict(line)]
+    blocks += [
+        _reason(lines),
+        Drawing("paper", "Step time of each kind, by schedule.", _draw(lines)),
+    ]
+    return Section(TITLE, command, (SOURCE,), (target,), tuple(blocks))

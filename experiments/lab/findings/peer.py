@@ -1,0 +1,208 @@
+"""PyTorch's pipeline and ours on the same hosts: step times, bytes, compute, and the losses of both."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.lab.laboratory import summary
+from experiments.lab.measuring import peer as experiment
+from experiments.lab.measuring.peer import COMPRESSED, DENSE, PYTORCH
+from experiments.lab.page import figures
+from experiments.lab.page.section import (
+    Drawing,
+    Section,
+    Target,
+    factor,
+    lab,
+    listed,
+    percent,
+    seconds,
+    signed,
+    span,
+    table,
+)
+from experiments.lab.records import Records
+from paxtrain.run import plots
+
+TITLE, SOURCE, COMMAND = "Beside PyTorch", "peer.jsonl", lab("peer")
+DENSE_AT, COMPRESSED_AT = (200.0, 50.0), (50.0,)
+SAME = Target.at_most(
+    f"Losses of the first {experiment.COMPARED} steps, PyTorch's and ours, largest relative difference",
+    1e-5,
+    "{:.0e}".format,
+)
+FASTER = Target.at_most("Dense step over PyTorch's at 200 and 50 Mbit/s, the worst of both meshes", 0.9, factor)
+MUCH_FASTER = Target.at_most(
+    "Compressed step over PyTorch's at 50 Mbit/s, by the quickest codec with a loss within 1% of dense's, worst mesh",
+    0.5,
+    factor,
+)
+NEAR = 0.01
+Line = dict[str, Any]
+
+
+def _place(line: Line) -> str:
+    return "x".join(map(str, line["mesh"]))
+
+
+def _median(line: Line, kind: str, what: str = "seconds") -> float:
+    return summary(line["kinds"][kind][what])["median"]
+
+
+def _ratio(line: Line, kind: str) -> float:
+    return _median(line, kind) / _median(line, PYTORCH)
+
+
+def best(line: Line) -> str:
+    """Return the quickest of our dense kinds."""
+    return min(
+        (kind for kind in line["kinds"] if kind not in (PYTORCH, *COMPRESSED)), key=lambda kind: _median(line, kind)
+    )
+
+
+def difference(first: dict[str, list[float]]) -> float:
+    """Return the largest relative difference of our losses from PyTorch's."""
+    theirs = np.array(first[PYTORCH])
+    return max(float(np.abs(np.array(ours) / theirs - 1).max()) for kind, ours in first.items() if kind != PYTORCH)
+
+
+def costs_of_compression(records: Records) -> dict[tuple[str, str], float]:
+    """Return compressed training's last validation loss over dense's, minus 1, by mesh and kind."""
+    found: dict[str, dict[str, float]] = {}
+    for line in records:
+        if "validation" in line:
+            found.setdefault(_place(line), {})[line["kind"]] = line["validation"][-1][1]
+    return {
+        (place, kind): x[kind] / x[DENSE] - 1
+        for place, x in found.items()
+        for kind in COMPRESSED
+        if {kind, DENSE} <= x.keys()
+    }
+
+
+def _targets(records: Records, lines: list[Line]) -> tuple[Target, ...]:
+    firsts = [line["first"] for line in records if "first" in line]
+    same = SAME.judged(max(map(difference, firsts))) if firsts else SAME
+    dense = {(_place(line), line["rate"]): line for line in lines if line["rate"] in DENSE_AT}
+    faster = FASTER
+    if dense:
+        ratios = {where: _ratio(line, best(line)) for where, line in dense.items()}
+        worst = max(ratios, key=ratios.__getitem__)
+        faster = FASTER.judged(ratios[worst], f"{worst[0]} at {worst[1]:g} Mbit/s; {span(ratios.values(), factor)}")
+    costs, much = costs_of_compression(records), MUCH_FASTER
+    slow = [line for line in lines if line["rate"] in COMPRESSED_AT]
+    packed = {(_place(line), kind): _ratio(line, kind) for line in slow for kind in COMPRESSED if kind in line["kinds"]}
+    near: dict[str, float] = {}
+    for (place, kind), ratio in packed.items():
+        if costs.get((place, kind), np.inf) <= NEAR:
+            near[place] = min(ratio, near.get(place, np.inf))
+    if near and near.keys() == {place for place, _ in packed}:
+        worst_place = max(near, key=near.__getitem__)
+        much = MUCH_FASTER.judged(near[worst_place], f"{worst_place}; {span(near.values(), factor)}")
+    elif packed and costs:
+        much = MUCH_FASTER.said(f"no loss within {percent(NEAR)} ({span(costs.values(), signed)})", False)
+    return same, faster, much
+
+
+def _rows(lines: list[Line]) -> list[tuple[str, ...]]:
+    rows = []
+    for line in lines:
+        for kind in line["kinds"]:
+            time = summary(line["kinds"][kind]["seconds"])
+            rows.append(
+                (
+                    _place(line),
+                    f"{line['rate']:g}",
+                    kind,
+                    seconds(time["median"]),
+                    percent(time["spread"] / time["median"]),
+                    "" if kind == PYTORCH else factor(_ratio(line, kind)),
+                    f"{_median(line, kind, 'bytes') / 1e6:.1f}",
+                    f"{_median(line, kind, 'computed'):.2f} s",
+                )
+            )
+    return rows
+
+
+def _draw(lines: list[Line]) -> Figure:
+    figure = plots.figure(12, 4.2)
+    places = list(dict.fromkeys(map(_place, lines)))
+    for axes, place in zip(figure.subplots(1, len(places), squeeze=False)[0], places):
+        mine = [line for line in lines if _place(line) == place]
+        rates = [line["rate"] for line in mine]
+        for color, kind in zip((figures.INK, *figures.COLORS), mine[0]["kinds"]):
+            axes.plot(rates, [_median(line, kind) for line in mine], color=color, marker="o", label=kind)
+        plots.style(axes)
+        axes.set_xscale("log")
+        figures.plain_log(axes.xaxis, rates)
+        figures.from_zero(axes, *([_median(line, kind) for kind in line["kinds"]] for line in mine))
+        axes.set_title(f"mesh {place}", **figures.TITLE)
+        axes.set_xlabel("Mbit/s of every link")
+        axes.set_ylabel("seconds of a step")
+        axes.legend(**figures.LEGEND)
+    return figure
+
+
+def _parts(lines: list[Line]) -> list[str]:
+    """Return where the time of our steps goes, as a table with a sentence, if that was measured."""
+    broken = [(line, kind, parts) for line in lines for kind, parts in line.get("parts", {}).items()]
+    if not broken:
+        return []
+    names = [name for name in broken[0][2] if max(parts[name] for _, _, parts in broken) >= 5e-3]
+    rows = [
+        (_place(line), f"{line['rate']:g}", kind, *(f"{parts[name]:.2f}" for name in names))
+        for line, kind, parts in broken
+    ]
+    words = """Seconds of our steps by part, as means over the hosts, from `paxtrain.profile`'s breakdown: pipeline is
+    transfers with the wait for the other end, sync the first place where all wait for the slowest, and other the
+    rows' bookkeeping and the copies that XLA adds. Under masked schedules forward and backward include compute on
+    scrap."""
+    return [words, table(("mesh", "Mbit/s", "", *names), rows, words=3)]
+
+
+def _words(records: Records, lines: list[Line]) -> str:
+    split = experiment.Real(experiment.MESHES[0])
+    versions = span([line["torch"] for line in records if "torch" in line] or ["?"])
+    saves = listed(sorted({line["save"] for line in lines}))
+    repeats = span(len(x["seconds"]) for line in lines for x in line["kinds"].values())
+    return f"""PyTorch {versions}, in an environment of its own: torch.distributed.pipelining's 1F1B with
+    DistributedDataParallel over gloo, and fused AdamW. Ours is the trainer as it is, with schedules chosen by hand.
+    Both train a GPT-2 of {split.layers} layers, width {split.hidden}, sequence {split.sequence} and a head apart from
+    the embedding, in float32, from the same weights, on the same batches of {split.global_batch} sequences in
+    micro-batches of {split.micro_batch}, with the same optimizer. PyTorch's keeps all that a backward needs, ours
+    what save={saves} says. Eight hosts have
+    {percent(experiment.SHARE)} of a core each and compute for real; a host's process of either system waits while the
+    other one's works. Steps of all kinds are taken in turn, medians of {repeats} repeats. Bytes are those of the
+    links' own counters, with headers. Compute is the processor time of all hosts' processes together, waiting in
+    loops included. The optimizer is replicated as DistributedDataParallel has it, but for ZeRO-1. With int8 and with
+    rank {experiment.RANK} all messages between stages and all gradients over data are compressed."""
+
+
+def section(folder: pathlib.Path) -> Section:
+    """Return both systems' step times, bytes and compute, and the losses."""
+    records = Records(folder / SOURCE)
+    lines = sorted((line for line in records if "kinds" in line), key=lambda line: (line["mesh"], -line["rate"]))
+    if not lines:
+        return Section(TITLE, COMMAND, (SOURCE,), (SAME, FASTER, MUCH_FASTER))
+    headings = (
+        "mesh",
+        "Mbit/s",
+        "",
+        "step",
+        "spread",
+        "over PyTorch",
+        "MB on the links",
+        "compute",
+    )
+    blocks: list[str | Drawing] = [_words(records, lines), table(headings, _rows(lines), words=3)]
+    blocks.append(Drawing("peer", "Step time against the links' rate: PyTorch's and ours.", _draw(lines)))
+    blocks += _parts(lines)
+    if costs := costs_of_compression(records):
+        said = ", ".join(f"{signed(cost)} by {kind} on {place}" for (place, kind), cost in costs.items())
+        blocks.append(
+            f"""Compressed training's validation loss after {experiment.STEPS} steps against dense training's: {said}
+            (one seed)."""
+        )
+    return Section(TITLE, COMMAND, (SOURCE,), _targets(records, lines), tuple(blocks))

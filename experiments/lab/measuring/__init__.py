@@ -1,0 +1,1 @@
+"""What the lab measures, a module for each experiment."""

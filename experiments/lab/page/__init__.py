@@ -1,0 +1,1 @@
+"""The page of results: its sections, its figures, and the file."""

@@ -1,0 +1,152 @@
+"""The lab's records as a page with figures: the targets, the results, and the targets that were missed.
+
+    python -m experiments.lab.page.results
+
+writes the page again from the existing records, and measures nothing.
+"""
+
+import pathlib
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from absl import flags
+
+from experiments.lab.findings import (
+    accuracy,
+    adaptive,
+    compression,
+    faults,
+    growth,
+    joint,
+    links,
+    paper,
+    peer,
+    placement,
+    schedules,
+    setting,
+    sooner,
+)
+from experiments.lab.page.section import NOT_RUN, Drawing, Section, Target, table
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
+
+WIDTH = 120  # columns of a paragraph
+_MET = {True: "yes", False: "**no**", None: "open"}
+PARTS = (
+    *(setting, links, accuracy, placement, compression, paper, sooner, adaptive),
+    *(schedules, joint, growth, peer, faults),
+)
+INTRODUCTION = """Every figure on this page is computed from raw records; each section names them, and the command
+that makes them. `python -m experiments.lab.page.results` writes the page again from those in `docs/results/records`.
+Measured times are medians over repeats, and a spread is half the distance between the quartiles."""
+CAVEATS = (
+    """**Devices are emulated**, except beside PyTorch. Their speed is a number in `experiments/lab/device.py`. These
+    figures therefore show how well step times are predicted from profiled compute and links, and what placement and
+    compression gain at a given ratio of compute to communication. They do not show how fast a GPU is, and they do not
+    cover compute that varies.""",
+    """**The CPU backend waits for what it receives.** Transfers that overlap with compute on GPUs do not overlap
+    here. The simulator's blocking model is tested; its overlapping model is only shown.""",
+    """**Placements are made by moving links under processes** that stay where they are. Hosts differ only in their
+    links, so the result should be the same; one placement was made both ways.""",
+    """**One machine.** All hosts share its cores, its memory and its clock. Links have rates, but there are no
+    switches, no other traffic and almost no latency.""",
+    """**A small model.** Its messages take as long on these links as large messages do on fast links, but the fixed
+    cost of a message weighs more.""",
+    """**A reduce-scatter is an all-to-all here**, with the sum behind it, because gloo's own is wrong now and then
+    (docs/compression.md). Every pair of hosts has a link, over which an all-to-all of D data ranks sends 1/D of the
+    data. The planner predicts that, with what hosts reach when they exchange data with several others at once.""",
+    """**One seed** of rates, placements and training. The spread is taken over repeats within one run.""",
+)
+
+
+def _filled(text: str, begin: str = "") -> str:
+    words = " ".join(text.split())
+    return textwrap.fill(
+        begin + words, WIDTH, subsequent_indent=" " * len(begin), break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _targets(targets: list[Target]) -> str:
+    rows = [(t.what, t.wanted, t.seen, "-" if t.seen == NOT_RUN else _MET[t.met]) for t in targets]
+    return table(["what", "target", "seen", "met?"], rows, words=4)
+
+
+def _shortfalls(sections: list[Section]) -> Iterator[str]:
+    """Yield what was missed, what is open, and what has not been run."""
+    targets = [target for section in sections for target in section.targets]
+    for t in targets:
+        if t.met is False:
+            yield f"**Missed:** {t.what}. Wanted: {t.wanted}. Seen: {t.seen}."
+    for t in targets:
+        if t.met is None and t.seen != NOT_RUN:
+            yield f"**Open:** {t.what}. Wanted: {t.wanted}. Seen: {t.seen}."
+    for section in sections:
+        if not section.blocks:
+            yield f"**Not run:** {section.title}; `{section.command}` does."
+        for t in section.targets if section.blocks else ():
+            if t.seen == NOT_RUN:
+                yield f"**Not run:** {t.what}; `{section.command}` does."
+
+
+def _blocks(section: Section, folder: str) -> Iterator[str]:
+    sources = ", ".join(f"`{source}`" for source in section.sources)
+    yield f"## {section.title}"
+    yield _filled(f"Made by `{section.command}`; raw records: {sources}.")
+    for block in section.blocks or ("Not run yet.",):
+        if isinstance(block, Drawing):
+            yield f"![{block.name}]({folder}/{block.name}.png)"
+            yield _filled(block.caption)
+        else:
+            yield block if block.startswith("|") else _filled(block)
+
+
+def folder(page: pathlib.Path) -> pathlib.Path:
+    """Return where the records lie that a page is written from."""
+    return page.with_suffix("") / "records"
+
+
+def write(records: pathlib.Path, page: pathlib.Path) -> None:
+    """Write the page from the records, with its figures in a folder of the same name beside it."""
+    sections = [part.section(records) for part in PARTS]
+    beside = page.with_suffix("")
+    beside.mkdir(parents=True, exist_ok=True)
+    for drawing in (drawing for section in sections for drawing in section.drawings):
+        drawing.figure.savefig(beside / f"{drawing.name}.png")
+    shortfalls = [_filled(text, "- ") for text in _shortfalls(sections)]
+    text = [
+        "# Results on the test cluster",
+        _filled(INTRODUCTION),
+        _targets([target for section in sections for target in section.targets]),
+        "## What falls short",
+        "\n".join(shortfalls) or "Every target was met.",
+        "What these figures cannot say:",
+        "\n".join(_filled(caveat, "- ") for caveat in CAVEATS),
+        "## Scenarios",
+        _filled(setting.scenarios()),
+        *(block for section in sections for block in _blocks(section, beside.name)),
+    ]
+    page.write_text("\n\n".join(text) + "\n")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the page from a folder of records."""
+    f = flags.FLAGS
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; the folder of records is named with --records=FOLDER")
+    records = pathlib.Path(f.records)
+    if not any(records.glob("*.jsonl")):
+        raise UserError(f"there are no records in --records={f.records}; `make lab` makes some")
+    write(records, pathlib.Path(f.page))
+    print(f"wrote {f.page}")
+
+
+def define_flags() -> None:
+    """Define the flags of this main."""
+    flags.DEFINE_string("records", "docs/results/records", "Folder of the lab's records.")
+    flags.DEFINE_string(
+        "page", "docs/results.md", "The page that is written, figures in a folder of its name beside it."
+    )
+
+
+if __name__ == "__main__":
+    run(main, define_flags)

@@ -1,0 +1,162 @@
+"""The step of a published run by the planner's own costs, links and schedules, as another trainer would run it.
+
+Differences from this trainer: ops begin as soon as their messages are there (planner.pipeline.ideal), attention may
+keep its scores in memory, tensor ranks may send a part each of a message that they all hold, gradients of micro-batches
+may be added up by passes of their own, hosts may wait for each kernel, and weights may be sharded over data (FSDP),
+gathered and reduced under the layers. A host has as many flows at full speed as tensor groups have ranks.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from experiments.published.runs import PER_HOST, PublishedRun
+from planner.cluster.cluster import ASSUMED, Cluster, Shares
+from planner.cluster.device_sheets import SHEETS
+from planner.cost import compute as costs
+from planner.cost.candidate import Candidate
+from planner.cost.link_seconds import LinkSeconds, Paths, fabric, paths
+from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem
+from planner.pipeline import ideal
+
+Array = np.ndarray
+
+_LATENCY = 2e-6, 1.2e-5  # seconds inside a host and between hosts, typical of NCCL
+# Bytes/s, each way, between two devices of a host: NVLink's rate by its data sheet.
+_INSIDE = {(8, 0): 300e9, (9, 0): 450e9}
+_REACHES = {"a100-80gb": "a100", "h100": "h100", "h100-500w": "limited"}
+_SAVES = {"none": "residuals", "full": "layer_inputs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedConstants:
+    """Shares of data sheets that published runs reach.
+
+    Attributes:
+        a100: DeviceSheet.reach of A100s.
+        h100: DeviceSheet.reach of H100s.
+        limited: the same of H100s with a limit of 500 W.
+        memory: Shares.memory.
+        inside: share of the rate between devices of a host.
+        between: share of the rate of a host's network.
+        waiting: seconds that a layer's F takes longer if the host waits for each of its kernels.
+    """
+
+    a100: float = SHEETS["a100-80gb"].reach
+    h100: float = SHEETS["h100"].reach
+    limited: float = 0.50
+    memory: float = ASSUMED.memory
+    inside: float = 0.82
+    between: float = 0.70
+    waiting: float = 1.0e-3
+
+
+def cluster_of(run: PublishedRun, constants: PublishedConstants) -> Cluster:
+    """Return the cluster of a run.
+
+    Args:
+        run: published run.
+        constants: shares of data sheets.
+    """
+    count, same = run.devices // PER_HOST, np.eye(run.devices // PER_HOST, dtype=bool)
+    inside = _INSIDE[run.sheet.capability] * constants.inside
+    between = run.host_bytes / run.tensor * constants.between
+    return Cluster(
+        name=run.name,
+        source=run.columns["source"],
+        hosts=tuple(f"n{i}" for i in range(count)),
+        devices_per_host=PER_HOST,
+        kinds=(run.device,) * count,
+        memory=np.full(count, float(run.sheet.memory)),
+        nics=run.tensor,
+        alpha=np.where(same, *_LATENCY),
+        samples=np.where(same, inside, between)[None],
+        shares=Shares(memory=constants.memory, stored_scores=not run.flash),
+        sheets={run.device: dataclasses.replace(run.sheet, reach=getattr(constants, _REACHES[run.device]))},
+    )
+
+
+def _candidate(run: PublishedRun) -> Candidate:
+    return Candidate(
+        data=run.data,
+        pipe=run.pipe,
+        tensor=run.tensor,
+        micro_batch=run.micro_batch,
+        micro_batches=run.micro_batches,
+        schedule="interleaved_1f1b" if run.chunks > 1 else "1f1b",
+        counts=run.stage_layers,
+        chunks=run.chunks,
+        save=_SAVES.get(run.recompute, run.recompute),
+        zero1=run.sharding == "zero1",
+        sequence_parallel=run.sequence_parallel,
+        reduce_dtype="float32" if run.sharding == "zero1" else "bfloat16",
+    )
+
+
+def _links(run: PublishedRun, problem: Problem, where: Paths) -> LinkSeconds:
+    """Return the seconds of the messages; those that tensor ranks split are a T-th."""
+    links = problem.links(where)
+    if not run.split_messages or run.sequence_parallel:
+        return links
+    part = problem.message / run.tensor
+    there, back = (path[0] + part * path[1] for path in (where.forward, where.backward))
+    return dataclasses.replace(links, activation=there, gradient=back)
+
+
+def _slow_down(run: PublishedRun, problem: Problem, constants: PublishedConstants) -> None:
+    """Add to F and B what other trainers do besides: passes that add up gradients, and waits for kernels.
+
+    B has twice as many kernels as F, and those of F once more if it recomputes all of it.
+    """
+    layers = np.array(run.stage_layers, float)
+    parameters = layers * costs.layer_parameters(run.model, run.tensor)
+    parameters[[0, -1]] += problem.embedding_parameters
+    passes = run.accumulate * problem.pass_per_byte[:, None] * parameters
+    waits = run.waits * constants.waiting * layers
+    problem.forward = problem.forward + waits
+    problem.backward = problem.backward + passes + (3 if run.recompute == "full" else 2) * waits
+
+
+def _sharded(run: PublishedRun, problem: Problem, where: Paths) -> float:
+    """Return the seconds of a step whose weights are sharded over data, of one stage and one micro-batch.
+
+    A layer's weights are gathered under the layer before, in F and again in B. Its gradients are reduced, in float32,
+    under the layers that follow in B.
+    """
+    layer, model = problem.layer[0], run.model
+    turn = (run.data - 1) / run.data * float(where.ring[1][0, 0])
+    latency = float(where.ring[0][0, 0])
+    parameters = costs.layer_parameters(model, run.tensor)
+    gather = latency + parameters * costs.ITEM[model.dtype] * turn
+    reduce = latency + parameters * MASTER * turn
+    tables = problem.embedding_parameters * turn
+    forward = gather + model.layers * max(layer.forward, gather)
+    backward = model.layers * max(layer.backward, gather + reduce) + reduce
+    ends = tables * (2 * costs.ITEM[model.dtype] + MASTER)  # gathered twice, reduced once, with nothing to lie under
+    held = (problem.layer_parameters + problem.embedding_parameters) / run.data
+    return forward + backward + layer.embedding + layer.head + ends + held * layer.optimizer
+
+
+def predicted(run: PublishedRun, constants: PublishedConstants | None = None) -> float:
+    """Return the predicted seconds of a step.
+
+    Args:
+        run: published run.
+        constants: shares of data sheets; None: those that ship.
+    """
+    constants = constants or PublishedConstants()
+    cluster = cluster_of(run, constants)
+    problem = Problem(cluster, run.model, _candidate(run))
+    # Ranks count tensor fastest, then data, then pipe, and fill host after host.
+    groups = np.arange(run.data * run.pipe).reshape(run.pipe, run.data).T
+    hosts = groups[None] // (PER_HOST // run.tensor)
+    where = paths(fabric(cluster), hosts, run.tensor)
+    if run.sharding == "fsdp":
+        return _sharded(run, problem, where)
+    if not run.overlap:
+        problem.hides = np.zeros_like(problem.hides)
+    _slow_down(run, problem, constants)
+    links, kinds = _links(run, problem, where), problem.kind_of_host[hosts]
+    pipelines = ideal.pipeline(problem.table, problem.seconds(links, kinds))
+    return float(problem.finish(links, kinds, pipelines).total[0])

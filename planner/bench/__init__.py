@@ -1,9 +1,0 @@
-"""Benchmarks of the planner.
-
-    executor.py     the simulator beside the executor
-    placement.py    the quality of placements
-    speed.py        the time and memory of dry runs
-    messages.py     the cost of messages between supervisors
-
-May import every other room.
-"""
