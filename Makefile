@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
 
-.PHONY: help train plan study bench gpu lab test test-clusters test-slow exports lint docs clean
+.PHONY: help train plan study bench gpu lab test test-clusters test-lab test-slow exports lint docs clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -36,12 +36,17 @@ lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slo
 	$(RUN) -m experiments.lab $(ARGS)
 
 # If a worker dies, pytest-xdist may wait for ever for the one that replaces it (pytest-xdist#784), so none does.
+PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --max-worker-restart 0
+
 test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest
-	$(RUN) -m pytest -n 2 --dist loadfile --max-worker-restart 0 --ignore=tests/cluster $(ARGS)
+	$(PYTEST) --ignore=tests/cluster --ignore=tests/experiments/hosts --ignore=tests/experiments/lab $(ARGS)
 
 # They have the machine to themselves: beside other tests they would run into limits of time.
 test-clusters: $(VENV)/dev.txt  ## the tests on emulated clusters (root)
 	$(RUN) -m pytest -m 'not slow' tests/cluster $(ARGS)
+
+test-lab: $(VENV)/dev.txt  ## the tests of the laboratory itself (root)
+	$(RUN) -m pytest -m 'not slow' tests/experiments/hosts tests/experiments/lab $(ARGS)
 
 test-slow: $(VENV)/dev.txt  ## the tests that take minutes
 	$(RUN) -m pytest -m slow $(ARGS)

@@ -102,8 +102,12 @@ def test_dense_before_the_start_and_ranks_adapt_at_logged_steps(home, reference,
     ("changes", "line"),
     [
         ({"mesh__data": 1}, "compression starts afresh: its state in checkpoint 8 in"),
-        ({"compress__data_rank": 4, "checkpoint__reset_codec": True}, "compression starts afresh, as asked for"),
-        (NOTHING, "is left out: this run compresses nothing"),
+        pytest.param(
+            {"compress__data_rank": 4, "checkpoint__reset_codec": True},
+            "compression starts afresh, as asked for",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(NOTHING, "is left out: this run compresses nothing", marks=pytest.mark.slow),
     ],
 )
 def test_a_state_that_is_not_continued_is_logged(home, reference, tmp_path, capsys, changes, line):

@@ -72,7 +72,7 @@ def shared(made, state):
 SGD = {"name": "sgd", "weight_decay": 0.0, "clip_norm": 0.0, "schedule": "constant"}
 
 
-@pytest.mark.parametrize("zero1", [True, False])
+@pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_exchange_after_each_step_of_sgd_is_dense_training(zero1):
     """With dropout, too: its masks belong to the samples of the whole batch."""
     tokens, more = batches(4, 16), {"zero1": zero1, "optimizer": SGD, "dropout": 0.2}
@@ -93,7 +93,8 @@ def test_gradients_may_be_summed_inside_pairs_of_a_groups_data_ranks():
 
 
 @pytest.mark.parametrize(
-    "mesh, groups, optimizer", [((4, 2, 1), 2, "adamw"), ((4, 1, 2), 4, "adamw"), ((4, 2, 1), 2, "muon")]
+    "mesh, groups, optimizer",
+    [((4, 2, 1), 2, "adamw"), pytest.param((4, 1, 2), 4, "adamw", marks=pytest.mark.slow), ((4, 2, 1), 2, "muon")],
 )
 def test_groups_are_trainers_alone_joined_by_nesterov(mesh, groups, optimizer):
     """AdamW or Muon in each group, and the outer step in float64, as the paper's algorithm has it."""

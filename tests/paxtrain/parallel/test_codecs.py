@@ -226,10 +226,15 @@ EXACT = {"data_codec": "identity", "data_inside": 2, "min_ratio": 0.0}
 
 @pytest.mark.parametrize(
     ("mesh", "schedule", "chunks", "zero1"),
-    [((4, 2, 1), "eager_1f1b", 1, True), ((4, 1, 2), "eager_1f1b", 1, False), ((4, 2, 1), "1f1b", 1, False),
-     ((4, 2, 1), "gpipe", 1, True), ((4, 2, 1), "zb_h1", 1, False),
-     pytest.param((4, 2, 1), "interleaved_1f1b", 2, True, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ((4, 2, 1), "eager_1f1b", 1, True),
+        ((4, 1, 2), "eager_1f1b", 1, False),
+        pytest.param((4, 2, 1), "1f1b", 1, False, marks=pytest.mark.slow),
+        pytest.param((4, 2, 1), "gpipe", 1, True, marks=pytest.mark.slow),
+        pytest.param((4, 2, 1), "zb_h1", 1, False, marks=pytest.mark.slow),
+        pytest.param((4, 2, 1), "interleaved_1f1b", 2, True, marks=pytest.mark.slow),
+    ],
+)
 def test_identity_between_groups_is_the_dense_reduction(mesh, schedule, chunks, zero1):
     """Sums are in another order. The tied table and norms, which travel as they are, have the same bits."""
     layers = mesh[1] * chunks  # one in each chunk; the virtual mesh below has two

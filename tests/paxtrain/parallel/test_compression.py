@@ -49,14 +49,15 @@ pytestmark = pytest.mark.once
     ("c", "dense"),
     [
         (config(**FULL), config()),
-        (config(forward="all", forward_rank=32, form="qr", **FULL), config()),
+        pytest.param(config(forward="all", forward_rank=32, form="qr", **FULL), config(), marks=pytest.mark.slow),
         (
             config((1, 4, 2), micro_batches=3, schedule="1f1b", error="explicit", **FULL),
             config((1, 4, 2), micro_batches=3, schedule="1f1b"),
         ),
-        (
+        pytest.param(
             config((1, 2, 1), 4, schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward": "epilogue"})),
             config((1, 2, 1), 4, schedule="interleaved_1f1b", chunks=2),
+            marks=pytest.mark.slow,
         ),
         (
             config((1, 2, 2), sequence=True, forward="all", forward_rank=16, **(FULL | {"backward_rank": 16})),

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.once
     ("mesh", "zero1"),
     [
         ((1, 2, 1), True),
-        ((1, 3, 2), True),
-        ((2, 2, 2), True),
+        pytest.param((1, 3, 2), True, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), True, marks=pytest.mark.slow),
         ((4, 2, 1), False),
         pytest.param((2, 2, 2), False, marks=pytest.mark.slow),
         pytest.param((4, 2, 1), True, marks=pytest.mark.slow),
@@ -109,7 +109,7 @@ def test_everything_together_keeps_the_embedding_gradient(zero1):
 # --- Gradients over data ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero1", [True, False])
+@pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stages_that_are_not_chosen_are_bit_equal_to_dense(zero1):
     _, grads, *_ = evaluated(config(zero1=zero1, data="1,2", data_rank=4))
     _, right, *_ = evaluated(config(zero1=zero1))

@@ -16,24 +16,24 @@ MOST = 0.01  # regret
 NARROWED = 0.005  # by which a narrowed search may find a better plan
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(2, 10))
 def test_no_plan_is_better(seed):
     assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", (1, 4))
 def test_no_plan_is_better_where_hosts_share_uplinks(seed):
     assert -1e-6 < brute_force.regret(brute_force.behind_trunks(brute_force.instance(seed), seed)) <= MOST
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *range(5, 200)])
+@pytest.mark.parametrize("seed", [0, 2, 3, *range(5, 200)])
 def test_no_plan_is_better_where_hosts_share_uplinks_in_two_hundred(seed):
     assert -1e-6 < brute_force.regret(brute_force.behind_trunks(brute_force.instance(seed), seed)) <= MOST
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(15, 1000))
+@pytest.mark.parametrize("seed", [0, 1, *range(10, 1000)])
 def test_no_plan_is_better_in_a_thousand(seed):
     assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
 
@@ -70,7 +70,7 @@ def better_by_narrowing(seed: int) -> float:
     return max(whole / part - 1, 0.0)
 
 
-QUICKEST = (1, 2, 5, 7, 9)  # of the first twelve, whose other instances take twice as long
+QUICKEST = (5, 7, 9)  # of the first twelve, whose other instances take several times as long
 
 
 @pytest.mark.parametrize("seed", QUICKEST)
