@@ -8,8 +8,8 @@ go through is given, low rank too: no search decides it.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,18 +28,27 @@ if TYPE_CHECKING:  # they import jax, which takes long
 POWER_PASSES, POWER_LAUNCHES = sum(POWER_SGD_PASSES[:2]), 2 * POWER_SGD_PASSES[2]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that keeps its results; codecs and reducers are hashable, but their types do not say so."""
+    return cast(Callable[P, R], functools.lru_cache(maxsize=4096)(function))
+
+
 class CodecExchange(NamedTuple):
     """Collectives of one kind that a reduction over data runs.
 
     Attributes:
         kind: "all-reduce", "all-to-all" or "all-gather".
         bytes: bytes that a rank sends in all of them.
-        count: their number.
+        number: their number.
     """
 
     kind: str
     bytes: float
-    count: int
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +103,13 @@ class Coded:
         encode, decode, launches = codec.passes()
         return encode, decode, launches
 
-    def grouped(self, ranks: Numbers) -> Numbers:
+    @overload
+    def grouped(self, ranks: int) -> int: ...
+
+    @overload
+    def grouped(self, ranks: np.ndarray) -> np.ndarray: ...
+
+    def grouped(self, ranks: int | np.ndarray) -> int | np.ndarray:
         """Return how many data ranks sum gradients as they are: those of a group, or 1 unless there are equal groups.
 
         Args:
@@ -103,7 +118,7 @@ class Coded:
         fits = (ranks % self.inside == 0) & (ranks > self.inside)
         return np.where(fits, self.inside, 1) if isinstance(ranks, np.ndarray) else self.inside if fits else 1
 
-    def part(self, shape: tuple[Numbers, Numbers], ranks: Numbers, zero1: ArrayLike) -> tuple[Any, Any]:
+    def part(self, shape: tuple[Numbers, Numbers], ranks: int | np.ndarray, zero1: ArrayLike) -> tuple[Any, Any]:
         """Return the part of a matrix that a rank compresses: all of it, or in groups of data ranks a share.
 
         Args:
@@ -120,6 +135,7 @@ class Coded:
 
     def _reducer(self, ranks: int) -> "Reducer":
         """Return the reducer over data of a number of ranks."""
+        assert self.data is not None
         if (inside := self.grouped(ranks)) == 1:
             return self.data
         from compress.hierarchical import Hierarchical  # here, since it imports jax, which takes long
@@ -224,6 +240,7 @@ class Coded:
             ranks: number of data ranks.
             dtype: dtype in which weights are gathered.
         """
+        assert self.weights is not None
         return _message(self.weights, _weights_part(shape, ranks), dtype)[0]
 
     def takes(self, shape: tuple[int, int], ranks: int, zero1: bool, min_ratio: float) -> bool:
@@ -246,6 +263,7 @@ class Coded:
 
     def outer_exchanges(self, shape: tuple[int, int], groups: int) -> tuple[CodecExchange, ...]:
         """Return the collectives that average a device's part of a matrix over groups."""
+        assert self.outer is not None
         return _exchanges(self.outer, shape, groups, False)
 
     def outer_takes(self, shape: tuple[int, int], groups: int, min_ratio: float) -> bool:
@@ -256,10 +274,12 @@ class Coded:
             groups: number of groups.
             min_ratio: factor by which the part must become smaller.
         """
+        assert self.outer is not None
         return _takes(self.outer, shape, groups, False, min_ratio)
 
     def outer_bytes(self, shape: tuple[int, int], groups: int) -> int:
         """Return the bytes of the state of a device's part of a matrix that is compressed between groups."""
+        assert self.outer is not None
         return _reducer_state(self.outer, shape, groups, False)
 
     # --- The embedding's gradients, exchanged as in paxtrain.parallel.embedding ---------------------------------------
@@ -307,6 +327,7 @@ class Coded:
 
     def table_bytes(self, shape: tuple[int, int], ranks: int) -> int:
         """Return the bytes of a message between the first and the last stage; the arguments are those above."""
+        assert self.embedding is not None
         return _message(self.embedding, self._table_part(shape, ranks), "float32")[0]
 
     def table_passes(self, ranks: int, zero1: bool, swaps: bool) -> tuple[float, int]:
@@ -333,6 +354,7 @@ class Coded:
             zero1: whether a rank keeps a part of the mean only.
             swaps: whether the first and the last stage exchange them.
         """
+        assert self.embedding is not None
         over = _reducer_state(self._of_table(), shape, ranks, zero1) if ranks > 1 else 0
         return over + swaps * _message(self.embedding, self._table_part(shape, ranks), "float32")[1]
 
@@ -366,7 +388,7 @@ def coded(compress: CompressConfig, tied: bool = True) -> Coded:
     from compress.codecs import named
     from compress.reducer import Reducer, Scattered
 
-    made: dict[str, Codec | Reducer] = {}
+    made: dict[str, Any] = {}  # Codec, or Reducer in places of REDUCED
     for place in others:
         name, given = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
         try:
@@ -395,7 +417,7 @@ def _given(options: Mapping[str, CodecOptions]) -> tuple[tuple[str, CodecOptions
     return tuple((place, values) for place, values in options.items() if values)
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def _message(codec: "Codec", shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
     """Return the bytes of a message of a shape and dtype on the wire, and those of its link's state."""
     import jax
@@ -410,7 +432,7 @@ def _first(problems: Iterable[str]) -> str:
     return next(filter(None, problems), "")
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def _message_problem(codec: "Codec", shape: tuple[int, ...], dtype: str, min_ratio: float) -> str:
     """Return why messages of a shape and dtype should not or cannot go through a codec; "" if they can."""
     from compress.codec import codec_name, refusal
@@ -425,7 +447,7 @@ def _weights_part(shape: tuple[int, int], ranks: int) -> tuple[int, ...]:
     return tuple(n // ranks if d == dim else n for d, n in enumerate(shape))
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def _refusal(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool) -> str:
     """Return why a reducer's codec does not take the parts of a matrix; the arguments are those of `Coded.takes`."""
     return reducer.refusal(shape, _shard(shape, ranks, zero1))
@@ -439,13 +461,13 @@ def _shard(shape: tuple[int, int], ranks: int, zero1: bool) -> "Shard":
     return Shard("data", ranks, dim if zero1 else -1)
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def _takes(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool, min_ratio: float) -> bool:
     """Return whether a reducer compresses a matrix; the arguments are those of `Coded.takes`."""
     return bool(reducer.takes(shape, _shard(shape, ranks, zero1), min_ratio))
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def _exchanges(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
     """Return the collectives of a matrix by kind; one that cannot be cut into equal parts is reduced as it is."""
     found: dict[str, CodecExchange] = {}
@@ -454,11 +476,11 @@ def _exchanges(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bo
         return (CodecExchange("all-reduce", 2 * (ranks - 1) / ranks * math.prod(shape) * 4, 1),)
     for kind, sent in reducer.traffic(shape, shard):
         before = found.get(kind, CodecExchange(kind, 0.0, 0))
-        found[kind] = CodecExchange(kind, before.bytes + sent, before.count + 1)
+        found[kind] = CodecExchange(kind, before.bytes + sent, before.number + 1)
     return tuple(found.values())
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def _reducer_state(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool) -> int:
     """Return the bytes of a reducer's state of a matrix; it has none of one that cannot be cut into equal parts."""
     import jax

@@ -138,7 +138,7 @@ def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Arr
         for kind, size, number in c.coded.exchanges(shape, c.together, c.zero1):
             before = sent.get(kind, CodecExchange(kind, 0.0, 0))
             # Arrays share collectives.
-            sent[kind] = CodecExchange(kind, before.bytes + size * c.slots, max(before.count, number))
+            sent[kind] = CodecExchange(kind, before.bytes + size * c.slots, max(before.number, number))
     passes, launches = c.coded.reduction_passes(c.together)
     matrices = c.slots * len(sizes.kernels)
     work = passes * sizes.layer_parameters * MASTER * slowest + matrices * launches * costs.LAUNCH

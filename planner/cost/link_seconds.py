@@ -15,7 +15,7 @@ messages use all links of a host at once.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -383,14 +383,18 @@ class Paths:
     def take(self, batch: slice | Array) -> "Paths":
         """Return the paths of some of the placements."""
         fields = (field.name for field in dataclasses.fields(self))
-        return Paths(**{name: tuple(x[batch] for x in getattr(self, name)) for name in fields})
+        taken: dict[str, Any] = {name: tuple(x[batch] for x in getattr(self, name)) for name in fields}
+        return Paths(**taken)
 
     def join(self, more: "Paths") -> "Paths":
         """Return the paths of these placements and of others as one batch."""
         pairs = {
             field.name: (getattr(self, field.name), getattr(more, field.name)) for field in dataclasses.fields(self)
         }
-        return Paths(**{name: tuple(np.concatenate(both) for both in zip(a, b)) for name, (a, b) in pairs.items()})
+        joined: dict[str, Any] = {
+            name: tuple(np.concatenate(both) for both in zip(a, b)) for name, (a, b) in pairs.items()
+        }
+        return Paths(**joined)
 
 
 def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:

@@ -46,7 +46,7 @@ def layers(model: ModelConfig, candidate: Candidate) -> tuple[int, ...]:
     return fragment_layers(model, c.outer.fragments, c.counts, c.pipe) if c.apart > 1 else ()
 
 
-def sent(sizes: Sizes) -> list[tuple[float, float]]:
+def sent(sizes: Sizes) -> list[tuple[float, int]]:
     """Return of each fragment the bytes that a device sends in its exchange, and its weights that the reducer takes.
 
     Args:

@@ -56,7 +56,7 @@ class Sizes:
         return self.candidate.slots * costs.layer_parameters(self.model, self.candidate.tensor)
 
     @functools.cached_property
-    def kernels(self) -> list[tuple[int, int]]:
+    def kernels(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the matrices of a layer that may be compressed, on one device."""
         return costs.kernels(self.model, self.candidate.tensor)
 

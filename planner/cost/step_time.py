@@ -354,7 +354,8 @@ def of_splits(problem: Problem, splits: Sequence[tuple[int, ...]], where: Paths,
         where: paths of the placements.
         kinds: device kinds [batch, D, P] (indices) of their groups.
     """
-    found, alike = np.empty((len(splits), len(kinds))), {}
+    found = np.empty((len(splits), len(kinds)))
+    alike: dict[tuple, list[int]] = {}
     for n, counts in enumerate(splits):
         sent = outer.layers(problem.model, dataclasses.replace(problem.candidate, counts=counts))
         alike.setdefault((max(counts), parallel.scans("auto", min(counts), len(counts)), sent), []).append(n)
