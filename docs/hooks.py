@@ -13,12 +13,11 @@ PACKAGES = ("paxtrain", "planner", "compress")
 
 
 def overview(readme: str) -> str:
-    """Return README.md as a page of docs/: links into docs/ are its own, and those to other files are plain words."""
+    """Return README.md as a page of docs/: links into docs/ are its own, those to other files are plain words."""
     inside = re.sub(r"\]\(docs/", "](", readme)
     inside = re.sub(r"\[docs/([\w.-]+)\]", r"[\1]", inside)
-    return re.sub(
-        r"\[([^\]]+)\]\((?![\w-]+\.(?:md|png)[#)])(?!results/)[^)]*\)|\[([A-Z]+\.md)\]\([A-Z]+\.md\)", r"`\1\2`", inside
-    )
+    kept = r"(?![\w-]+\.(?:md|png)[#)])(?!results/|https://)"
+    return re.sub(rf"\[([^\]]+)\]\({kept}[^)]*\)|\[([A-Z]+\.md)\]\([A-Z]+\.md\)", r"`\1\2`", inside)
 
 
 def reference() -> str:
