@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class SubAxis:
-    """Groups of equally many ranks of a mesh axis; it stands where the axis's name would stand for all of them.
+    """Groups of equally many ranks of a mesh axis; pass it in place of the axis's name.
 
     The ranks of the axis come in sets of neighbours. A group has the ranks of one set, or one rank of each set, those
     with the same place in it.

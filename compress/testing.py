@@ -261,7 +261,7 @@ def _adds_up(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
 
 
 def _require_nothing(first: bool, later: bool) -> None:
-    """Require that an error that is kept is told.
+    """Require that `residual` returns the error that a codec keeps.
 
     Args:
         first: whether a message of zeros brings something before any other one.

@@ -103,7 +103,7 @@ def define_flags() -> None:
     description = "Quantile of the link samples for which placements are optimized."
     flags.DEFINE_float("quantile", d.quantile, description, 0.0, 1.0)
     flags.DEFINE_integer("top", d.top, "Plans to rank.", lower_bound=1)
-    flags.DEFINE_integer("placed", d.placed, "Meshes and schedules to place with care, at most.", lower_bound=1)
+    flags.DEFINE_integer("placed", d.placed, "Most meshes and schedules to place thoroughly.", lower_bound=1)
     flags.DEFINE_bool("nearby", d.nearby, "Tell of quicker plans on fewer hosts and for batches near by.")
     flags.DEFINE_integer("seed", d.seed, "Seed of the annealing.", lower_bound=0)
 

@@ -73,7 +73,7 @@ class Scenario:
     def moved(self, hosts: np.ndarray) -> "Scenario":
         """Return the links among running processes that put process i onto host hosts[i].
 
-        Hosts are alike but for their links, so a placement is made by giving the processes the links of the hosts on
+        Hosts differ in their links alone, so a placement is made by giving the processes the links of the hosts on
         which it puts them: all placements of a mesh run the same compiled program.
         """
         uplinks = self.uplinks and self.uplinks.moved(hosts)

@@ -1,7 +1,7 @@
 """The executor: runs a schedule's rows on every stage, inside shard_map.
 
 All stages run one program. A row has the ops F, W and B, in this order, which are those of paxtrain.pipeline.stage.
-When messages travel beside them is told by `Schedule.travel` (see paxtrain.schedule.table). F puts what its backward
+`Schedule.travel` says when the messages of a row travel (see paxtrain.schedule.table). F puts what its backward
 needs into a ring. So no autodiff crosses a transfer, and both transfers of a row can run under its compute.
 
 A stage that is idle in a row does one of two things:

@@ -163,7 +163,7 @@ class Study:
     def _trained_as(self, variant: Variant) -> Variant:
         """Return the first variant that computes the same, whose runs are those of this one.
 
-        A fused embedding has the gradients of one that is not, but for rounding; what differs is what it sends.
+        A fused embedding has the gradients of an unfused one, up to rounding, but sends other bytes.
         """
 
         def computed(one: Variant) -> Config:

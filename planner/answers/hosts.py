@@ -19,11 +19,11 @@ _MOST_TOKENS, _MOST_PRICE = 1e18, 1e6
 
 @dataclasses.dataclass(frozen=True)
 class ScalingOptions:
-    """The numbers of hosts to plan for, and what is told of them.
+    """The numbers of hosts to plan for, and what the answer says of each.
 
     Attributes:
         hosts: numbers of hosts.
-        tokens: tokens for which GPU hours and costs are told.
+        tokens: tokens for which the answer says GPU hours and costs.
         price: price of a device for an hour; 0: unknown.
 
     Raises:
@@ -55,7 +55,7 @@ def scaling(
         values: sections of the configuration, nested.
         cluster: cluster, whose first hosts are taken, or as many more if all are alike.
         options: options of the choice and of the search.
-        wanted: numbers of hosts, and what is told of them.
+        wanted: numbers of hosts, and what the answer says of each.
         global_batch: sequences per step; 0 for the configuration's.
         say: function that gets the name of each phase as it begins.
 

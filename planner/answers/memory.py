@@ -403,7 +403,7 @@ def _other_tasks(free: Search) -> Iterator[Change]:
 
 
 def _several(cluster: Cluster, factor: int) -> Cluster:
-    """Return a cluster with so many times its hosts, of whose links only that they are there matters here."""
+    """Return a cluster with `factor` times the hosts. The rates of its links mean nothing."""
     names = tuple(f"{name}.{n}" for n in range(factor) for name in cluster.hosts)
     links = len(names), len(names)
     return dataclasses.replace(

@@ -29,7 +29,7 @@ def alike(cluster: Cluster) -> bool:
 
 
 def check_size(cluster: Cluster, hosts: int) -> None:
-    """Require that a cluster can have so many hosts, before its links are laid out.
+    """Require that a cluster can have that many hosts, before its links are laid out.
 
     Args:
         cluster: cluster that is not merged.
@@ -50,7 +50,7 @@ def check_size(cluster: Cluster, hosts: int) -> None:
 
 
 def resized(cluster: Cluster, hosts: int) -> Cluster:
-    """Return the cluster with so many hosts: its first ones, or more that are like them.
+    """Return the cluster with `hosts` hosts: its first ones, or more that are like them.
 
     Args:
         cluster: cluster that is not merged.

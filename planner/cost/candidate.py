@@ -37,7 +37,7 @@ class Candidate:
         data_rank: rank of the factors over data of the stages whose reduction ends the step; 0: none is compressed.
         coded: codecs other than low rank; with one, the rank of its place only says whether it compresses. What
             activations between stages go through is here, too.
-        uneven_data: the search gives data ranks numbers of micro-batches by their speed.
+        uneven_data: the search gives faster data ranks more micro-batches.
         ranks: micro-batches of each data rank, if they differ; otherwise ().
         outer: groups of data ranks that train apart.
         outer_ratio: factor by which a matrix must shrink to be compressed between groups.

@@ -39,7 +39,7 @@ def pipette(
         T = (m + pp - 1) * (F + B) + max(m // pp, 1) * P + D
 
     The published form counts (m // pp) * pp micro-batches instead of m if m >= pp: it drops the rest. Pipette times one
-    stage for all; of unequal ones the slowest stands for all here.
+    stage for all; here that is the slowest one.
 
     Args:
         forward: [batch, stage] seconds of F.

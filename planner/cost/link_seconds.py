@@ -29,8 +29,8 @@ Array = np.ndarray
 # a row, and with it its transfers, at once. Processes on CPUs send when they are ready. The part was fitted to runs
 # of the lab on two sites (docs/cost.md).
 _OTHERS = 0.3
-# Two ranks' exchange in an all-to-all over gloo takes as long as so many messages: one comes after the other, because
-# "ready to receive" waits in the connection behind what is being sent.
+# Number of messages that take as long as an exchange of two ranks in an all-to-all over gloo. gloo sends them in turn,
+# because "ready to receive" waits in the connection behind what is being sent.
 IN_TURN = 2.0
 _PAIRS = 16  # ranks of a ring up to which comparing all pairs of them is quicker than sorting
 
@@ -110,7 +110,7 @@ def _counted(hosts: Array, crossing: Array, size: int, count: int) -> tuple[Arra
 
 
 def _on_rails(links: Fabric, places: Array, onward: Array, counted: Array, tensor: int) -> tuple[Array, Array]:
-    """Return by which factor the busiest NIC or spine slows down each group's flows, and whether some change rails.
+    """Return the factor by which the busiest NIC or spine slows down each group's flows, and whether some change rails.
 
     With PXN a flow leaves by the NIC of its receiver's rail, and without it by that of its sender's.
 
@@ -172,7 +172,7 @@ def _over_links(
 
 
 def _shares(links: Fabric, here: Array, there: Array, counted: Array, tensor: int, closed: bool = False) -> Array:
-    """Return by which factor [batch, ...] flows slow down since they share their hosts' NICs; there are no rails.
+    """Return the factor [batch, ...] by which flows slow down on their hosts' shared NICs, without rails.
 
     The factors of flows the other way, from `there` to `here`, are the same. In closed rings as many flows enter each
     host as leave it.

@@ -47,7 +47,7 @@ def layers(model: ModelConfig, candidate: Candidate) -> tuple[int, ...]:
 
 
 def sent(sizes: Sizes) -> list[tuple[float, int]]:
-    """Return of each fragment the bytes that a device sends in its exchange, and its weights that the reducer takes.
+    """Return for each fragment the bytes that a device sends in its exchange, and the number of weights it reduces.
 
     Args:
         sizes: the candidate's.

@@ -98,7 +98,7 @@ class Problem(Sizes):
         self.pass_per_byte = unit["optimizer"] / cluster.shares.optimizer_bytes
 
     def _hidden(self, counts: Array) -> Array:
-        """Return on how many layers [kinds, P] a stage's last op runs while the reduction of others can run.
+        """Return the number of layers [kinds, P] that a stage's last op runs while other layers' gradients are reduced.
 
         A layer's gradient is reduced under the layers that follow. Other chunks' gradients are final before the op.
 

@@ -90,7 +90,7 @@ def _groups(rates: Array, noise: Array, usual: Array) -> Array:
 
 
 def _towards_mean(rates: Array, noise: Array) -> Array:
-    """Return by how much each link of a group moves towards its mean.
+    """Return the distance by which each link of a group moves towards its mean.
 
     Args:
         rates: [N] logarithms of the links' rates.

@@ -132,7 +132,7 @@ class Took(NamedTuple):
     processor: float
 
     def crowded(self, processes_per_core: float) -> float:
-        """Return the seconds that the work takes if so many processes that share cores do it at the same time."""
+        """Return the seconds that the work takes if that many processes on shared cores do it at once."""
         return max(self.wall, self.processor * processes_per_core)
 
 

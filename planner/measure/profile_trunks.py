@@ -96,7 +96,7 @@ def crossing(some: UplinkGroup) -> Pairs:
 
 
 def affordable_groups(groups: Sequence[UplinkGroup], rounds: int) -> list[UplinkGroup]:
-    """Return the groups that so many rounds are enough for, the largest first; one at least, if there is any.
+    """Return the groups that `rounds` are enough for, the largest first; at least one, if there are any.
 
     All rounds are branches of one program, and hundreds of them would compile for minutes.
 

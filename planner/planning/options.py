@@ -55,7 +55,7 @@ class PlanOptions:
         memory_margin: whether the closed form's safety margin is added to the memory that plans are predicted to need.
         quantile: quantile of the link samples for which placements are optimized, 0 to 1.
         top: number of plans to rank.
-        placed: largest number of meshes and schedules to place with care.
+        placed: largest number of meshes and schedules to place thoroughly.
         nearby: whether plans on fewer hosts and for batches near by are looked for, to be told.
         seed: seed of the annealing.
         oracle: whether the best plans are compiled to check their memory: "yes", "no", or "auto" to do so if jax has

@@ -147,7 +147,7 @@ def gap(report: Report, found: Found) -> float:
 
 
 def quicker(report: Report, offer: Offer) -> float:
-    """Return by which share of the chosen plan's step an offer's step is shorter."""
+    """Return the share of the chosen plan's step by which an offer's step is shorter."""
     return 1 - offer.found.seconds / report.chosen.seconds
 
 

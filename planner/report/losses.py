@@ -286,7 +286,7 @@ def probed_words(budgeted: Budgeted, candidate: Candidate, model: ModelConfig) -
 
 
 def _differences(there: Mapping[str, object], model: ModelConfig) -> str:
-    """Return in what a probe's model differs from the one that is planned for; "" if it is the same."""
+    """Return the settings in which a probe's model differs from the planned one; "" if it is the same."""
     here = {name: value for name, value in dataclasses.asdict(model).items() if name != "attention"}
     return ", ".join(
         f"{name}={there[name]} instead of {value}"

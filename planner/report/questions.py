@@ -46,7 +46,7 @@ class Scaling:
     Attributes:
         sizes: the plans, fewest hosts first.
         missing: (number of hosts, reason) of each number without a plan.
-        tokens: tokens for which GPU hours and costs are told.
+        tokens: tokens for which the answer says GPU hours and costs.
         price: price of a device for an hour; 0: unknown.
     """
 

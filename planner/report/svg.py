@@ -165,7 +165,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def unit(seconds: float) -> tuple[float, str]:
-    """Return the factor and the name of the unit in which so many seconds read well."""
+    """Return the factor and the name of the unit in which a number of seconds reads well."""
     return next(((f, name) for f, name in ((1.0, "s"), (1e3, "ms")) if seconds * f >= 1), (1e6, "µs"))
 
 

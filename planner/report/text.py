@@ -27,7 +27,7 @@ def percent(share: float) -> str:
 
 
 def longer(share: float) -> str:
-    """Return by which share something takes longer: "+17.7%", "-1.00%", "22.1 times as long"."""
+    """Return the share by which something takes longer: "+17.7%", "-1.00%", "22.1 times as long"."""
     return percent(share) + " as long" * (share > 1)
 
 
@@ -107,7 +107,7 @@ def _links(c: Candidate) -> int:
 
 
 def _on_links(c: Candidate, links: tuple[int, ...]) -> str:
-    """Return on which links messages are compressed, in words; "" if on all."""
+    """Return the links on which messages are compressed, in words; "" if all."""
     if not links:
         return ""
     named = f"link {links[0]}" if len(links) == 1 else f"{len(links)} of {_links(c)} links"

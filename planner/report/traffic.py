@@ -15,7 +15,7 @@ from planner.pipeline import rows as pipeline
 from planner.report.contents import Report
 
 Array = np.ndarray
-Add = Callable[[str, Array, Array | float], None]  # of a purpose, for ranks [..., P, n] that send so many bytes each
+Add = Callable[[str, Array, Array | float], None]  # purpose, ranks [..., P, n], bytes that each of them sends
 LEVELS = ("inside hosts", "between hosts of a site", "between sites")
 
 

@@ -65,7 +65,7 @@ def without_groups(search: Search, chosen: Found) -> list[str]:
 
 
 def _longer(share: float, digits: int = 1) -> str:
-    """Return by which share something takes longer, in words; beyond 100% how many times as long it takes.
+    """Return the share by which something takes longer, in words; beyond 100%, how many times as long it takes.
 
     Args:
         share: the share; negative if it takes less.

@@ -1,8 +1,8 @@
 """Plans that were not asked for: on fewer hosts, or for a global batch near by that the devices divide better.
 
 A mesh uses all devices, and its data ranks divide the batch. So a batch of 512 on 42 devices leaves few meshes, and a
-slow host may cost more than it adds. What is found here is told, not chosen: the batch belongs to training, and whoever
-starts the job decides on its hosts.
+slow host may cost more than it adds. The report names what is found here, but nothing is chosen: the batch belongs to
+training, and whoever starts the job decides on its hosts.
 
 It is looked for only if the batch divides badly, or if hosts differ. What is tried are meshes of all sizes, with the
 schedules and compression of the plans that were ranked. Their placement is quick.
@@ -26,7 +26,7 @@ Array = np.ndarray
 _HOSTS = 64  # hosts up to which fewer are tried
 _DIFFERENT = 1.5  # how much slower the slowest host's links are than the quickest host's if hosts differ
 _NEAR = 0.07  # share of the batch by which one near by differs at most
-_GAIN = 0.02  # gain from which on something is told
+_GAIN = 0.02  # least gain that the report names
 _BOUNDED, _SEARCHES = 8, 2  # most sets of hosts, or batches, that are bounded, and that are searched
 _PLACED = 2  # most meshes with schedules that are placed quickly
 

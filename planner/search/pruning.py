@@ -354,7 +354,7 @@ def _kinds(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
             limit = quickest * count
             room = sum(n * np.floor(limit / u * (1 + 1e-9)) for n, u in zip(stages, unit))
             least = np.where(room >= model.layers, np.minimum(least, limit), least)
-    # Data ranks that have micro-batches by their speed are done within T if all devices together are.
+    # Data ranks of which the faster have more micro-batches are done within T if all devices together are.
     together = space.data * model.layers / (np.diff(groups, axis=0, prepend=0) / unit).sum(axis=0)
     return np.where(space.uneven_data, together, least) * (1 - 1e-9)
 

@@ -22,14 +22,14 @@ Array = np.ndarray
 # Of the tuples the first is for problems with so many placements that they are annealed, the second for those whose
 # placements can all be evaluated.
 _QUICK = 16  # most meshes with schedules that are placed quickly
-# By which share a plan may be behind the best to be placed with care: at least, and in multiples of what care has
+# By which share a plan may be behind the best to be placed thoroughly: at least, and in multiples of what that has
 # gained so far. If all placements can be evaluated, other splits are tried too, and what they gain is not known before.
 _BEHIND, _GAINS, _OTHER_SPLIT = 0.003, 1.5, 0.5
-_FEW = 0.25  # a plan whose placements can all be evaluated counts as that part of one that is placed with care
+_FEW = 0.25  # a plan whose placements can all be evaluated counts as that part of one that is placed thoroughly
 _TURNS = (1, 3)  # most turns of placing and of splitting anew
 _AGAIN, _EACH = 64, 12  # most candidates of a mesh, and of a schedule on it, that a new placement is tried with
-# Of a plan that is placed with care: most rounds, how many other splits are placed quickly in each, and how many of
-# these with care, if they take that share longer at most.
+# Of a plan that is placed thoroughly: most rounds, how many other splits are placed quickly in each, and how many of
+# these thoroughly, if they take that share longer at most.
 _ROUNDS, _SPLITS, _CAREFUL, _CLOSE = (1, 3), (3, 16), (0, 8), (0.0, 0.2)
 _WORTH = 1e-6  # share of the step that counts as a gain
 _LAST = 4  # most times that the best plan is placed anew since another one became the best
@@ -46,7 +46,7 @@ class Refinement:
     Attributes:
         found: best plan of each candidate, by the candidate's place in the space.
         placed: number of plans that were placed.
-        most: most meshes and schedules to place with care, of those with few placements four times as many.
+        most: most meshes and schedules to place thoroughly, of those with few placements four times as many.
         quick: most of them to place quickly.
     """
 
@@ -89,7 +89,7 @@ class Refinement:
             self._place(f, 0)
 
     def carefully(self, progress: Callable[[str], None]) -> None:
-        """Place the best plans with care, and the best of all in any case.
+        """Place the best plans thoroughly, and the best of all in any case.
 
         Args:
             progress: called with a sentence now and then.
@@ -111,7 +111,7 @@ class Refinement:
         """Yield the best plan of each mesh and schedule that is not placed and could be the best; new meshes first.
 
         Args:
-            effort: 0: quickly, 1: with care.
+            effort: 0: quickly, 1: thoroughly.
         """
         seen: set[tuple] = set()
         while self.found:
@@ -157,7 +157,7 @@ class Refinement:
         return self._bounds[self._name(f)]
 
     def _few(self, f: Found) -> bool:
-        """Return whether a plan's placements are so few that all are evaluated if it is placed with care."""
+        """Return whether a plan's placements are so few that all are evaluated if it is placed thoroughly."""
         return are_few(f.candidate, self.trials.cluster)
 
     def _problem(self, f: Found) -> Problem:
@@ -168,7 +168,7 @@ class Refinement:
 
         Args:
             f: plan.
-            effort: 0: by a climb, 1: with care, and with other splits, too.
+            effort: 0: by a climb, 1: thoroughly, and with other splits, too.
         """
         self.placed += 1
         few, quick = self._few(f), self._done.get(self._name(f), -1) == 0

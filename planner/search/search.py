@@ -6,7 +6,7 @@
    splits of the layers (planner.search.splitting). If N plans are asked for, this ends when all other bounds are above
    the worst of the best N. Also passed over are candidates that would be if they were about as far above their bound
    as others of the same mesh and schedule.
-4. The best plan of each mesh and schedule is placed quickly, the best of these with care (planner.search.refine), as
+4. The best plan of each mesh and schedule is placed quickly, the best of these thoroughly (planner.search.refine), as
    long as their bound is below the best plan.
 """
 
@@ -33,8 +33,8 @@ Array = np.ndarray
 
 # Candidates that are simulated in one go, first and later: those of one table cost hardly more than one alone.
 _FIRST, _TOGETHER = 64, 256
-# Candidates that are alike in some columns: how many of them tell of the others, and by which factor these may be
-# nearer to their bound.
+# Candidates that are alike in some columns: how many of them are simulated to judge the others, and the factor by which
+# the others may be nearer to their bound.
 _ALIKE = (
     (("data", "pipe", "tensor", "schedule", "chunks", "uneven_data", "micro_batch"), 3, 0.8),
     (("data", "pipe", "tensor", "schedule", "chunks", "uneven_data"), 8, 0.7),
@@ -48,7 +48,7 @@ class Options:
 
     Attributes:
         top: number of plans to rank; the rest is bounded away.
-        placed: most meshes and schedules to place with care.
+        placed: most meshes and schedules to place thoroughly.
         quantile: quantile of the link samples' bandwidths, for which placements are optimized.
         seed: seed of the annealing.
         uneven: also split layers unevenly.
@@ -183,8 +183,8 @@ class Search:
         Args:
             among: bool [N], candidates to look at.
             top: number of plans to rank; None: that of the options.
-            placed: most meshes and schedules to place with care; None: that of the options.
-            quick: most of them to place quickly; None: as many as are worth it, or none if none is placed with care.
+            placed: most meshes and schedules to place thoroughly; None: that of the options.
+            quick: most of them to place quickly; None: as many as are worth it, or none if none is placed thoroughly.
             progress: called with a sentence now and then.
 
         Raises:

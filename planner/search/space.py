@@ -23,7 +23,7 @@ _NO_RANK = 16  # a candidate's rank of messages that it does not compress; the c
 CODED = 1  # rank of what another codec than low rank compresses
 # Schedules that split the backward are left out: real processes took longer with zb_h1 than predicted (docs/cost.md).
 TRIED = tuple(name for name in names() if not SPECS[name].splits)
-# How many schedules between 1f1b and eager_1f1b are tried, and up to how many there are all of them.
+# Number of schedules between 1f1b and eager_1f1b that are tried. If there are at most ALL_BETWEEN, all are tried.
 BETWEEN, ALL_BETWEEN = 3, 5
 
 
@@ -84,8 +84,7 @@ class Choices:
         data_ranks: ranks allowed for gradients over data; empty: they stay dense.
         min_ratio: factor by which a message must shrink at least to be compressed.
         coded: codecs other than low rank; with one, the ranks of its place are one number above 0.
-        uneven_data: whether data ranks have numbers of micro-batches by their speed, values to try if there are several
-            kinds of devices.
+        uneven_data: whether faster data ranks have more micro-batches; values to try if devices are of several kinds.
         outer: groups of data ranks that train apart, in all candidates.
     """
 

@@ -26,7 +26,7 @@ FASTER = Target(f"Step of {_PLAN}", "faster than dense")
 
 
 def error(line: dict, kind: str) -> float:
-    """Return by which share the prediction of a kind's step is above the measured median."""
+    """Return the share by which the prediction of a kind's step is above the measured median."""
     return float(line["predicted"][kind] / summary(line["seconds"][kind])["median"] - 1)
 
 
@@ -36,7 +36,7 @@ def captured(line: dict) -> Gain:
 
 
 def losses(records: Records, plan: str) -> list[float]:
-    """Return by which share a plan's last validation loss is above dense's with the same seed, for each seed."""
+    """Return the share by which a plan's last validation loss is above dense's with the same seed, for each seed."""
     last: dict[str, dict[int, float]] = {}
     for line in records:
         if "validation" in line:

@@ -1,6 +1,6 @@
 """Predicted beside measured step times of many plans on many placements, and what planned placements gain.
 
-One session on eight hosts. The hosts are alike but for their links, so processes are put onto other hosts by giving
+One session on eight hosts. The hosts differ in their links alone, so processes are put onto other hosts by giving
 them those hosts' links: every placement of a mesh runs the same compiled program.
 """
 

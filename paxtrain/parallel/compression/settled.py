@@ -52,8 +52,8 @@ class Compression:
         implementation: implementation of the kernels, one of compress.kernels.IMPLEMENTATIONS.
         record: number of rows of the schedule whose messages every link keeps for a study; 0 keeps none.
         codec: codec of the gradients between stages, given from Python. compress.backward says which gradients it
-            encodes, and "none" stands for "all" then; what else the configuration says about them does not apply. None:
-            the codec that the configuration describes.
+            encodes; with a codec from Python, "none" means "all", and the other options of compress.backward do not
+            apply. None: the codec that the configuration describes.
     """
 
     layout: Layout
@@ -127,7 +127,7 @@ class Compression:
         return self.config.compress.links(place, self.config.links)
 
     def _where(self, place: str) -> str:
-        """Return on which links messages go through the codec of a place, as text; "" if on all."""
+        """Return the links on which messages go through the codec of a place, as text; "" if all."""
         some, every = self._links(place), self.config.links
         return "" if len(some) == every else f" on link{'s' * (len(some) > 1)} {', '.join(map(str, some))} of {every}"
 
