@@ -76,7 +76,7 @@ def _words(records: Records, lines: list[dict]) -> str:
     on mesh {"x".join(map(str, split.mesh))} with {split.schedule}, where all else is as in the section on compression.
     The embedding is synchronised fused, which is the default. {repeats} repeats of dense and of the plan, taken in
     turn. "Captured" is the share that the plan removes of the time that links cost a dense step, as measured.
-    A dense step on links without limits bounds the speed-up that less communication can bring. {gains.SPREADS}"""
+    A dense step on links without limits bounds the speed-up that less communication can bring."""
     if seeds:
         words += f""" Losses are validation losses after {trained[0]["validation"][-1][0]} steps against dense with the
         same seed: mean and standard error over {seeds} seeds, none of which the probe has seen."""

@@ -184,8 +184,7 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     embedding's, too, which all others synchronise as they are. "Captured" is the share
     that a kind removes of the time that links cost a dense step. The links are set so that communication takes a given
     share of a dense step, by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of
-    Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each kind, taken in turn.
-    {gains.SPREADS}"""
+    Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each kind, taken in turn."""
     return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward_rank'], all_['backward_rank'])}"
 
 

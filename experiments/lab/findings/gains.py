@@ -8,10 +8,6 @@ import numpy as np
 from experiments.lab.laboratory import summary
 from experiments.lab.page.section import factor, percent, seconds
 
-SPREADS = """The spread of a speed-up and of a captured share is taken over the single repeats. Those of dense and of a
-kind were taken in turn and are paired; those without limits of links were not, so each of them is taken with each
-pair."""
-
 
 class Gain(NamedTuple):
     """A gain, of medians, and the spread (half the distance between the quartiles) of the gains of single repeats."""

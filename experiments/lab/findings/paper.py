@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lab.findings.gains import SPREADS, bound, captured, measured, speedup
+from experiments.lab.findings.gains import bound, captured, measured, speedup
 from experiments.lab.laboratory import summary
 from experiments.lab.measuring import paper as experiment
 from experiments.lab.measuring.compression import paper_speedups
@@ -88,7 +88,7 @@ def _setting(lines: list[dict]) -> str:
     links of {lines[0]["rate"]:.0f} Mbit/s are set so that communication takes {lines[0]["share"]:.0%} of a dense step
     of 1F1B, as the planner predicts for that setting on 200 Gbit/s. CB compresses the gradients of the pipeline's
     drain, FE fuses the synchronisation of the embedding, and SC compresses the gradients over data of the stages that
-    the planner's rule chooses: {chosen}. {repeats} repeats of each kind, taken in turn. {SPREADS} Losses are not
+    the planner's rule chooses: {chosen}. {repeats} repeats of each kind, taken in turn. Losses are not
     compared here, only times. The head is as long as a layer, of which a stage has one; there it is less than a tenth
     of a stage."""
 

@@ -167,7 +167,7 @@ def _words(records: Records, lines: list[Line]) -> str:
     versions = span([line["torch"] for line in records if "torch" in line] or ["?"])
     saves = listed(sorted({line["save"] for line in lines}))
     repeats = span(len(x["seconds"]) for line in lines for x in line["kinds"].values())
-    return f"""PyTorch {versions}, in an environment of its own: torch.distributed.pipelining's 1F1B with
+    return f"""PyTorch {versions}, in a separate environment: torch.distributed.pipelining's 1F1B with
     DistributedDataParallel over gloo, and fused AdamW. Ours is the trainer as it is, with schedules chosen by hand.
     Both train a GPT-2 of {split.layers} layers, width {split.hidden}, sequence {split.sequence} and a head apart from
     the embedding, in float32, from the same weights, on the same batches of {split.global_batch} sequences in
@@ -176,8 +176,8 @@ def _words(records: Records, lines: list[Line]) -> str:
     {percent(experiment.SHARE)} of a core each and compute for real; a host's process of either system waits while the
     other one's works. Steps of all kinds are taken in turn, medians of {repeats} repeats. Bytes are those of the
     links' own counters, with headers. Compute is the processor time of all hosts' processes together, waiting in
-    loops included. The optimizer is replicated as DistributedDataParallel has it, but for ZeRO-1. With int8 and with
-    rank {experiment.RANK} all messages between stages and all gradients over data are compressed."""
+    loops included. The optimizer is replicated as DistributedDataParallel has it, except with ZeRO-1. With int8 and
+    with rank {experiment.RANK} all messages between stages and all gradients over data are compressed."""
 
 
 def section(folder: pathlib.Path) -> Section:

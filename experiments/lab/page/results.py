@@ -38,12 +38,13 @@ PARTS = (
 )
 INTRODUCTION = """Every figure on this page is computed from raw records; each section names them, and the command
 that makes them. `python -m experiments.lab.page.results` writes the page again from those in `docs/results/records`.
-Measured times are medians over repeats, and a spread is half the distance between the quartiles."""
+Measured times are medians over repeats, and a spread is half the distance between the quartiles. The spread of a
+speed-up and of a captured share is that of the single repeats: those of dense and of a kind, taken in turn, are paired,
+and each of those without limits of links is taken with each pair."""
 CAVEATS = (
-    """**Devices are emulated**, except beside PyTorch. Their speed is a number in `experiments/lab/device.py`. These
-    figures therefore show how well step times are predicted from profiled compute and links, and what placement and
-    compression gain at a given ratio of compute to communication. They do not show how fast a GPU is, and they do not
-    cover compute that varies.""",
+    """**Devices are emulated**, except beside PyTorch, at a speed set in `experiments/lab/device.py`. So the figures
+    show how well step times are predicted, and what placement and compression gain at a given ratio of compute to
+    communication. They do not show how fast a GPU is, nor compute that varies.""",
     """**The CPU backend waits for what it receives.** Transfers that overlap with compute on GPUs do not overlap
     here. The simulator's blocking model is tested; its overlapping model is only shown.""",
     """**Placements are made by moving links under processes** that stay where they are. Hosts differ only in their
@@ -76,7 +77,7 @@ def _shortfalls(sections: list[Section]) -> Iterator[str]:
     targets = [target for section in sections for target in section.targets]
     for t in targets:
         if t.met is False:
-            yield f"**Missed:** {t.what}. Wanted: {t.wanted}. Seen: {t.seen}."
+            yield f"**Missed:** {t.what}. Wanted: {t.wanted}. Seen: {t.seen.partition(' (')[0]}."
     for t in targets:
         if t.met is None and t.seen != NOT_RUN:
             yield f"**Open:** {t.what}. Wanted: {t.wanted}. Seen: {t.seen}."
