@@ -25,9 +25,12 @@ def _section(section: Section, record: SectionRecord, pictures: pathlib.Path) ->
     lines = [f"### {section.title}", "", f"{record.date}, {_setting(record.setting)}.", ""]
     if results := record.results():
         lines += [section.describe(results, pictures), ""]
-    missing = [(name, part) for name, part in record.parts.items() if part.status != DONE]
+    missing: dict[str, list[str]] = {}
+    for name, part in record.parts.items():
+        if part.status != DONE:
+            missing.setdefault(f"{part.status}, {part.reason}", []).append(name)
     if missing:
-        lines += ["Not measured:", "", *(f"- {name}: {part.status}, {part.reason}" for name, part in missing), ""]
+        lines += ["Not measured:", "", *(f"- {'; '.join(names)}: {why}" for why, names in missing.items()), ""]
     return "\n".join(lines)
 
 

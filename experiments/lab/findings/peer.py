@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.lab.findings.gains import measured
 from experiments.lab.laboratory import summary
 from experiments.lab.measuring import peer as experiment
 from experiments.lab.measuring.peer import COMPRESSED, DENSE, PYTORCH
@@ -18,7 +19,6 @@ from experiments.lab.page.section import (
     lab,
     listed,
     percent,
-    seconds,
     signed,
     span,
     table,
@@ -106,24 +106,31 @@ def _targets(records: Records, lines: list[Line]) -> tuple[Target, ...]:
     return same, faster, much
 
 
-def _rows(lines: list[Line]) -> list[tuple[str, ...]]:
-    rows = []
+def _cell(line: Line, kind: str) -> str:
+    """Return a step's seconds with their spread, and over PyTorch's."""
+    step = measured(line["kinds"][kind]["seconds"])
+    return step if kind == PYTORCH else f"{step}, {factor(_ratio(line, kind))}"
+
+
+def _table(lines: list[Line]) -> str:
+    """Return a row for each mesh and kind: its steps by rate, and the range of its bytes and compute over rates."""
+    rates = list(dict.fromkeys(line["rate"] for line in lines))
+    found: dict[tuple[str, str], dict[float, Line]] = {}
     for line in lines:
         for kind in line["kinds"]:
-            time = summary(line["kinds"][kind]["seconds"])
-            rows.append(
-                (
-                    _place(line),
-                    f"{line['rate']:g}",
-                    kind,
-                    seconds(time["median"]),
-                    percent(time["spread"] / time["median"]),
-                    "" if kind == PYTORCH else factor(_ratio(line, kind)),
-                    f"{_median(line, kind, 'bytes') / 1e6:.1f}",
-                    f"{_median(line, kind, 'computed'):.2f} s",
-                )
-            )
-    return rows
+            found.setdefault((_place(line), kind), {})[line["rate"]] = line
+    rows = [
+        (
+            place,
+            kind,
+            *(_cell(at[rate], kind) if rate in at else "" for rate in rates),
+            span((_median(line, kind, "bytes") / 1e6 for line in at.values()), "{:.1f}".format),
+            span((_median(line, kind, "computed") for line in at.values()), "{:.2f} s".format),
+        )
+        for (place, kind), at in found.items()
+    ]
+    headings = ("mesh", "", *(f"{rate:g} Mbit/s" for rate in rates), "MB on the links", "compute")
+    return table(headings, rows, words=2)
 
 
 def _draw(lines: list[Line]) -> Figure:
@@ -174,10 +181,11 @@ def _words(records: Records, lines: list[Line]) -> str:
     micro-batches of {split.micro_batch}, with the same optimizer. PyTorch's keeps all that a backward needs, ours
     what save={saves} says. Eight hosts have
     {percent(experiment.SHARE)} of a core each and compute for real; a host's process of either system waits while the
-    other one's works. Steps of all kinds are taken in turn, medians of {repeats} repeats. Bytes are those of the
-    links' own counters, with headers. Compute is the processor time of all hosts' processes together, waiting in
-    loops included. The optimizer is replicated as DistributedDataParallel has it, except with ZeRO-1. With int8 and
-    with rank {experiment.RANK} all messages between stages and all gradients over data are compressed."""
+    other one's works. Steps of all kinds are taken in turn, medians of {repeats} repeats. A cell has a step with its
+    spread, and its time over PyTorch's. Bytes are those of the links' own counters, with headers. Compute is the
+    processor time of all hosts' processes together, waiting in loops included. The optimizer is replicated as
+    DistributedDataParallel has it, except with ZeRO-1. With int8 and with rank {experiment.RANK} all messages between
+    stages and all gradients over data are compressed."""
 
 
 def section(folder: pathlib.Path) -> Section:
@@ -186,17 +194,7 @@ def section(folder: pathlib.Path) -> Section:
     lines = sorted((line for line in records if "kinds" in line), key=lambda line: (line["mesh"], -line["rate"]))
     if not lines:
         return Section(TITLE, COMMAND, (SOURCE,), (SAME, FASTER, MUCH_FASTER))
-    headings = (
-        "mesh",
-        "Mbit/s",
-        "",
-        "step",
-        "spread",
-        "over PyTorch",
-        "MB on the links",
-        "compute",
-    )
-    blocks: list[str | Drawing] = [_words(records, lines), table(headings, _rows(lines), words=3)]
+    blocks: list[str | Drawing] = [_words(records, lines), _table(lines)]
     blocks.append(Drawing("peer", "Step time against the links' rate: PyTorch's and ours.", _draw(lines)))
     blocks += _parts(lines)
     if costs := costs_of_compression(records):

@@ -11,7 +11,19 @@ from matplotlib.figure import Figure
 from experiments.lab.findings.pairs import SOURCE, Pair, errors, grouped, pairs, short_names, spearman
 from experiments.lab.laboratory import summary
 from experiments.lab.page import figures
-from experiments.lab.page.section import Drawing, Section, Target, factor, lab, percent, rank, seconds, signed, table
+from experiments.lab.page.section import (
+    Drawing,
+    Section,
+    Target,
+    factor,
+    lab,
+    percent,
+    rank,
+    seconds,
+    signed,
+    span,
+    table,
+)
 from experiments.lab.records import Records
 from paxtrain.run import plots
 
@@ -19,7 +31,8 @@ TITLE, ORDERS = "Planned placement", "schedules.jsonl"
 SCENARIO, GAIN = "two_racks", 1.25
 PLANNED, HOST_ORDER, WORST = "planned", "host order", "worst"
 WORDS = """Host order is the placement of a run without a planner. "Worst" is the worst prediction of 500 random
-placements. Speed-ups are their times over that of the planned placement. The best measured is the best of the few
+placements. A cell has the planned step,
+its speed-up over host order and over the worst, and its time above the best measured one. That is the best of the few
 measured placements, not of all possible ones, and the minimum of several noisy medians is slightly too low."""
 _MARKS = {PLANNED: ("#2f6f9f", "D"), HOST_ORDER: ("#22272e", "o"), WORST: ("#c0392b", "X")}
 FASTER = Target.at_least(
@@ -221,32 +234,14 @@ def _about(found: Orders) -> str:
 
 
 def _table(found: list[Placed], short: dict[str, str]) -> str:
-    rows = [
-        (
-            p.scenario,
-            short[p.plan],
-            f"{len(p.measured)}",
-            *(seconds(p.by[how].measured) for how in _MARKS),
-            seconds(min(p.measured)),
-            factor(p.over(HOST_ORDER)),
-            factor(p.over(WORST)),
-            signed(p.above_best),
-        )
-        for p in found
-    ]
-    headings = (
-        "scenario",
-        "plan",
-        "placements",
-        PLANNED,
-        HOST_ORDER,
-        WORST,
-        "best measured",
-        "over host order",
-        "over worst",
-        "above the best",
-    )
-    return table(headings, rows, words=2)
+    scenarios = list(dict.fromkeys(p.scenario for p in found))
+    cells: dict[str, dict[str, str]] = {}
+    for p in found:
+        step, better = seconds(p.by[PLANNED].measured), f"{factor(p.over(HOST_ORDER))}, {factor(p.over(WORST))}"
+        cells.setdefault(short[p.plan], {})[p.scenario] = f"{step}, {better}, {signed(p.above_best)}"
+    placements = {name: span(len(p.measured) for p in found if p.scenario == name) for name in scenarios}
+    headings = ("plan", *(f"{name}, {placements[name]} placements" for name in scenarios))
+    return table(headings, [(plan, *(by.get(name, "") for name in scenarios)) for plan, by in cells.items()])
 
 
 def _placed_by(folder: pathlib.Path) -> list[str]:
