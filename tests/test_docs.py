@@ -66,7 +66,7 @@ def test_the_examples_run(path, home, monkeypatch):
 
 def modules_of(text: str) -> set[str]:
     """Return the modules that the commands of a text run."""
-    return set(re.findall(r"python -m ((?:paxtrain|planner|compress|tests)(?:\.\w+)*)", text))
+    return set(re.findall(r"python -m ((?:paxtrain|planner|compress|experiments|tests)(?:\.\w+)*)", text))
 
 
 def leaves(nav: object) -> list[str]:
@@ -154,7 +154,7 @@ def test_the_readmes_misses_are_those_of_the_labs_page(ours, theirs):
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_FILE = r"(?<![\w/.])((?:paxtrain|planner|compress|configs|docs|examples)/[\w./-]*\.(?:py|md|json|png))"
+_FILE = r"(?<![\w/.])((?:paxtrain|planner|compress|experiments|configs|docs|examples)/[\w./-]*\.(?:py|md|json|png))"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
