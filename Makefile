@@ -48,7 +48,7 @@ test-clusters: $(VENV)/dev.txt  ## the tests on emulated clusters (root)
 test-lab: $(VENV)/dev.txt  ## the tests of the laboratory itself (root)
 	$(RUN) -m pytest -m 'not slow' tests/experiments/hosts tests/experiments/lab $(ARGS)
 
-test-slow: $(VENV)/dev.txt  ## the tests that take minutes
+test-slow: $(VENV)/dev.txt  ## the tests that take minutes, and further instances of quicker ones
 	$(RUN) -m pytest -m slow $(ARGS)
 
 exports: $(VENV)/dev.txt  ## plans for other trainers, read by their own parsers, in environments of gigabytes
