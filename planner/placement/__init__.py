@@ -5,7 +5,6 @@
     climb.py              exchanges of hosts, racks and groups, until none makes a placement better
     surrogate.py          quick times of pipelines, for placements that are only looked at
     bounds.py gain.py     a lower bound over all placements; the gain of one over another
-    matching.py           the best permutation by its largest element, for the bound
     spared.py             links on which a plan that has its placement need not compress
     rules.py              the rules of AMP and Pipette, to compare with
 

@@ -25,6 +25,7 @@ the number of hosts, G the tensor groups per host, and D the number of data rank
                exchange between groups takes its bytes on the fastest link.
 """
 
+import bisect
 import copy
 import dataclasses
 import itertools
@@ -37,7 +38,6 @@ import numpy as np
 from planner.cost import outer
 from planner.cost.link_seconds import IN_TURN, DataLinks, Fabric, LinkSeconds
 from planner.cost.step_time import Problem
-from planner.placement import matching
 
 Array = np.ndarray
 
@@ -108,6 +108,18 @@ class _Case:
     stages: int
 
 
+def bottleneck(cost: Array) -> float:
+    """Return the least value that the largest element of a permutation of a square matrix can have."""
+    from scipy import sparse  # here, since many plans need neither: it takes a good part of a second
+    from scipy.sparse import csgraph
+
+    def permutes(most: float) -> bool:
+        return bool((csgraph.maximum_bipartite_matching(sparse.csr_array(cost <= most)) >= 0).all())
+
+    values = np.unique(cost[np.isfinite(cost)])
+    return float(values[bisect.bisect_left(values, True, key=permutes)])
+
+
 def _links(problem: Problem, fabric: Fabric) -> _CaseLinks:
     apart = ~np.eye(len(fabric.alpha), dtype=bool)
     return _CaseLinks(
@@ -150,7 +162,7 @@ def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
             if assigned is None:
                 # A ring over two hosts uses both directions of their link.
                 both = rings * 2 == touched == k * hosts
-                assigned = matching.bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte)
+                assigned = bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte)
             yield _Case(alpha, float(least), float(assigned * links.share(k)), min(k, c.pipe))
         if k * hosts != touched and k > 1:
             yield _Case(alpha, float(fastest * links.share(1)), float(max(every, least)), min(k, c.pipe))

@@ -38,45 +38,15 @@ def racks(per_byte: Array) -> Array:
     hosts = len(per_byte)
     if hosts < 4:
         return np.zeros(hosts, int)
-    merged = _average_linkage(np.maximum(per_byte, per_byte.T))
-    height = np.array([at for *_, at in merged])
+    from scipy.cluster import hierarchy  # here, since it takes a good part of a second
+
+    merged = hierarchy.linkage(np.maximum(per_byte, per_byte.T)[np.triu_indices(hosts, 1)], "average")
+    height = merged[:, 2]
     jump = height[1:] / height[:-1]
     at = int(np.argmax(jump))
     if jump[at] < _APART:
         return np.zeros(hosts, int)
-    rack = np.arange(hosts)
-    for a, b, _ in merged[: at + 1]:
-        rack[rack == rack[a]] = rack[b]
-    return np.unique(rack, return_inverse=True)[1]
-
-
-def _average_linkage(distance: Array) -> list[tuple[int, int, float]]:
-    """Return the merges of average linkage, lowest first: a member of either cluster, and their mean distance.
-
-    Args:
-        distance: [H, H], symmetric.
-
-    References:
-        Nearest-neighbor chains: Murtagh, A survey of recent advances in hierarchical clustering algorithms (1983).
-    """
-    hosts = len(distance)
-    apart, size = distance.astype(float), np.ones(hosts)
-    found: list[tuple[int, int, float]] = []
-    chain: list[int] = []
-    np.fill_diagonal(apart, np.inf)
-    while len(found) < hosts - 1:
-        chain = chain or [int(np.argmax(size > 0))]
-        near = int(np.argmin(apart[chain[-1]]))
-        if len(chain) < 2 or apart[chain[-1], near] < apart[chain[-1], chain[-2]]:
-            chain.append(near)
-            continue
-        b, a = chain.pop(), chain.pop()
-        found.append((a, b, float(apart[a, b])))
-        apart[b] = (size[a] * apart[a] + size[b] * apart[b]) / (size[a] + size[b])
-        apart[b, b] = apart[a] = np.inf
-        apart[:, b], apart[:, a] = apart[b], np.inf
-        size[b], size[a] = size[a] + size[b], 0
-    return sorted(found, key=lambda merge: merge[2])
+    return hierarchy.fcluster(merged, height[at], "distance") - 1
 
 
 def exchanges(members: list[Array], other: list[Array], hosts: int) -> Array:
