@@ -308,12 +308,17 @@ class Coded:
             return ""
         if found := _refusal(self._of_table(), shape, ranks, True):
             return found
-        if _takes(self._of_table(), shape, ranks, True, min_ratio):
+        if self.table_takes(shape, ranks, True, min_ratio):
             return ""
         return (
             f"compress.embedding.codec={self.name('embedding')} does not make a table of {shape[0]} x {shape[1]} "
             f"{min_ratio:g} times smaller (compress.min_ratio) in {ranks} equal parts"
         )
+
+    def table_takes(self, shape: tuple[int, int], ranks: int, zero1: bool, min_ratio: float) -> bool:
+        """Return whether the codec takes an array of the embedding over data; the arguments are those of `takes`."""
+        of_array = self._of_table(), shape, ranks, zero1
+        return not _refusal(*of_array) and _takes(*of_array, min_ratio)
 
     def table_exchanges(self, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
         """Return the collectives over data of the embedding's gradients.

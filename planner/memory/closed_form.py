@@ -62,7 +62,7 @@ class Shape:
         groups: number of groups that train apart; data is that of one.
         fragment_layers: layers that a device sends to other groups of each fragment; (): it sends none.
         overlaps: the largest fragment is exchanged under a step; otherwise groups wait.
-        min_ratio: factor by which a matrix must shrink to be compressed between groups.
+        min_ratio: factor by which a matrix must shrink to be compressed over data or between groups.
     """
 
     model: ModelConfig
@@ -277,7 +277,7 @@ def parameters(shape: Shape) -> tuple[Column, Column, Column]:
 
 
 def _codec_state(shape: Shape) -> Column:
-    """Return the bytes of one device's codec states, see compress.lowrank.LowRankState and collectives.PowerState."""
+    """Return the bytes of one device's codec states, see compress.lowrank.LowRankState and powersgd.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
     n, k = shape.tokens // shape.parts, model.hidden
     total: Column = _outer_states(shape) if shape.coded.outer is not None and shape.fragment_layers else 0
@@ -296,7 +296,9 @@ def _codec_state(shape: Shape) -> Column:
     for dims in _matrices(shape):
         whole = np.asarray(dims[0]), np.asarray(functools.reduce(np.multiply, dims[1:]))
         rows, columns = shape.coded.part(whole, np.asarray(shape.data), np.asarray(shape.zero1) == 1)
-        useful = (rank > 0) & (rank * (rows + columns) * 2 <= rows * columns)  # compress.min_ratio of 2
+        # As compress.powersgd.largest_rank has it.
+        smaller = rows * columns / (rows + columns) / max(shape.min_ratio, 1e-9)
+        useful = (rank > 0) & (rank <= np.minimum(np.minimum(rows, columns), smaller))
         total = total + useful * shape.slots * chunks * _ACCUMULATOR * (rows * columns + columns * rank)
     return total
 
@@ -311,8 +313,9 @@ def _table_states(shape: Shape) -> Column:
             return 0.0
         positions = model.family != "llama" and data > 1
         found = coded.table_state((int(rows), model.hidden), int(data), bool(zero1), swaps)
-        whole = (model.sequence, model.hidden)
-        return found + (coded.table_state(whole, int(data), bool(zero1), False) if positions else 0)
+        whole = (model.sequence, model.hidden), int(data), bool(zero1)
+        takes = positions and coded.table_takes(*whole, shape.min_ratio)
+        return found + (coded.table_state(*whole, False) if takes else 0)
 
     tables = np.where(np.asarray(shape.pipe) == 1, model.tables, 1)
     rows = tables * (model.padded_vocab // np.asarray(shape.tensor))
@@ -361,7 +364,9 @@ def _reducer_states(shape: Shape) -> Column:
     """Return the bytes of the states of a layer's matrices, whose reducer is not PowerSGD; 0 without compression."""
 
     def one(n: int, k: int, data: int, zero1: int, rank: int) -> float:
-        return shape.coded.reducer_bytes((int(n), int(k)), int(data), bool(zero1)) if rank else 0.0
+        matrix = (int(n), int(k)), int(data), bool(zero1)
+        takes = rank and shape.coded.takes(*matrix, shape.min_ratio)
+        return shape.coded.reducer_bytes(*matrix) if takes else 0.0
 
     total: Column = 0
     for dims in _matrices(shape):
