@@ -91,6 +91,7 @@ class Split:
             counts=layers.even(self.layers, stages),
             chunks=self.chunks,
             save=SAVE,
+            scan_layers=c.pipeline.scan_layers,
             zero1=c.mesh.zero1,
             backward=c.compress.chosen("backward"),
             backward_rank=c.compress.backward_rank,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paxtrain.config import OuterConfig
+from paxtrain.config import OuterConfig, scans
 from planner.cost.coded import LOW_RANK, Coded
 
 Array = np.ndarray
@@ -27,6 +27,7 @@ class Candidate:
         counts: layers of each virtual stage.
         chunks: PipelineConfig.virtual_stages.
         save: PipelineConfig.save.
+        scan_layers: PipelineConfig.scan_layers.
         zero1: MeshConfig.zero1.
         sequence_parallel: MeshConfig.sequence_parallel.
         backward: compressed gradients between stages, "none", "epilogue" or "all".
@@ -52,6 +53,7 @@ class Candidate:
     counts: tuple[int, ...]
     chunks: int = 1
     save: str = "dots"
+    scan_layers: str = "auto"
     zero1: bool = True
     sequence_parallel: bool = False
     backward: str = "none"
@@ -77,8 +79,9 @@ class Candidate:
         return self.data // self.apart
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields as JSON values; those of groups only if data ranks train in groups."""
+        """Return the fields as JSON values; those of groups, and scan_layers, only if they are not the default."""
         unused = () if self.outer.every else ("outer", "outer_ratio")
+        unused += ("scan_layers",) if self.scan_layers == "auto" else ()
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
 
     @functools.cached_property
@@ -121,6 +124,11 @@ class Candidate:
     def compresses_outer(self) -> bool:
         """Return whether the differences that groups exchange are compressed."""
         return self.coded.outer is not None and self.apart > 1
+
+    @property
+    def scans(self) -> bool:
+        """Return whether a stage's layers run in a loop."""
+        return scans(self.scan_layers, min(self.counts), len(self.counts))
 
     @property
     def slots(self) -> int:

@@ -63,6 +63,7 @@ def candidate_of_config(config: Config) -> Candidate:
         counts=config.stage_layers,
         chunks=pipeline.virtual_stages,
         save=pipeline.save,
+        scan_layers=pipeline.scan_layers,
         zero1=mesh.zero1,
         sequence_parallel=mesh.sequence_parallel,
         reduce_dtype=mesh.reduce_dtype,

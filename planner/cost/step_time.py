@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paxtrain.config import ModelConfig, parallel
+from paxtrain.config import ModelConfig
 from paxtrain.schedule.schedules import SPECS, build
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
@@ -292,14 +292,13 @@ class Problem(Sizes):
         alike = len(self.layer) == 1  # all devices, so that nothing need be looked up for each
         hides = self.hides[0] if alike else self.hides[kinds, np.arange(c.pipe)]
         begin = (ranks - hides).max(axis=1)
-        scans = parallel.scans("auto", min(c.counts), len(c.counts))
 
         def end(seconds: Array, begin: Array) -> Array:
             return np.maximum(finish + seconds / c.slots, begin + seconds) + edge
 
         whole = end(dense, begin)
         # In a loop over layers factors are not reduced: the loop's layers share one array, but not their states.
-        small = end(factors, finish if scans else begin) + passes
+        small = end(factors, finish if c.scans else begin) + passes
         ends = np.minimum(whole, small).max(axis=1, keepdims=True)
         compressed = whole > ends
         reduce = np.where(compressed, small, whole) - finish
@@ -357,8 +356,8 @@ def of_splits(problem: Problem, splits: Sequence[tuple[int, ...]], where: Paths,
     found = np.empty((len(splits), len(kinds)))
     alike: dict[tuple, list[int]] = {}
     for n, counts in enumerate(splits):
-        sent = outer.layers(problem.model, dataclasses.replace(problem.candidate, counts=counts))
-        alike.setdefault((max(counts), parallel.scans("auto", min(counts), len(counts)), sent), []).append(n)
+        c = dataclasses.replace(problem.candidate, counts=counts)
+        alike.setdefault((max(counts), c.scans, outer.layers(problem.model, c)), []).append(n)
     for members in alike.values():
         some = [splits[n] for n in members]
         candidate = dataclasses.replace(problem.candidate, counts=some[0])

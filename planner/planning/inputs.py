@@ -51,7 +51,7 @@ def search_for(values: Values, cluster: Cluster, options: PlanOptions, global_ba
         cluster = clusters.merged(cluster, options.tensor_hosts)
     codecs = coded(compress, model.tied_head)
     outer = groups(values, cluster, options)
-    choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs, outer)
+    choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs, outer, pipeline.scan_layers)
     limits = options.budget(compress.error, pipeline.scan_layers, codecs, outer, compress.min_ratio)
     return Search(cluster, model, batch.global_batch, choices, limits, options.search())
 

@@ -173,7 +173,12 @@ class PlanOptions:
         )
 
     def choices(
-        self, min_ratio: float, reduce_dtype: str, coded: Coded = LOW_RANK, outer: OuterConfig = NO_GROUPS
+        self,
+        min_ratio: float,
+        reduce_dtype: str,
+        coded: Coded = LOW_RANK,
+        outer: OuterConfig = NO_GROUPS,
+        scan_layers: str = "auto",
     ) -> Choices:
         """Return the choices that the search may make.
 
@@ -182,6 +187,7 @@ class PlanOptions:
             reduce_dtype: dtype in which gradients are summed over data; see MeshConfig.
             coded: codecs other than low rank, which have no ranks.
             outer: groups of data ranks that train apart.
+            scan_layers: whether layers run in a loop; see PipelineConfig.
 
         Raises:
             UserError: data ranks in groups are to have different numbers of micro-batches.
@@ -203,6 +209,7 @@ class PlanOptions:
             reduce_dtype=reduce_dtype,
             schedules=self.schedules,
             saves=self.saves,
+            scan_layers=scan_layers,
             backward=tuple(kind for kind in kinds if kind in BACKWARD),
             backward_ranks=self.backward_ranks,
             data_ranks=self.data_ranks if "data" in kinds else (),

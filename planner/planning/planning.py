@@ -279,7 +279,6 @@ class _Planning:
             self.global_batch,
             self.compress,
             dict(predicted or {}),
-            search.budget.scan_layers,
         )
 
     def recheck(self, outcome: Outcome) -> tuple[Found, tuple[contents.OracleRow, ...]]:

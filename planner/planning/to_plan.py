@@ -53,7 +53,6 @@ def sections(
     global_batch: int,
     compress: CompressConfig,
     compressed: np.ndarray,
-    scan_layers: str = "auto",
 ) -> Sections:
     """Return the sections of the configuration that the plan decides.
 
@@ -63,7 +62,6 @@ def sections(
         global_batch: sequences per step.
         compress: the configuration's compression, for the settings that the planner does not decide.
         compressed: bool [P], whether each stage compresses its gradients over data.
-        scan_layers: whether layers run in a loop; see PipelineConfig.
     """
     c, (schedule, in_flight) = candidate, parts(candidate.schedule)
     even = c.counts == layers.even(layer_count, c.pipe * c.chunks)
@@ -77,7 +75,7 @@ def sections(
             virtual_stages=c.chunks,
             pipe_layers="" if even else ",".join(map(str, c.counts)),
             save=c.save,
-            scan_layers=scan_layers,
+            scan_layers=c.scan_layers,
         ),
         "batch": BatchConfig(global_batch, c.micro_batch, ",".join(map(str, c.ranks))),
         "compress": dataclasses.replace(
@@ -135,7 +133,6 @@ def decide(
     global_batch: int,
     compress: CompressConfig,
     predicted: dict[str, object],
-    scan_layers: str = "auto",
 ) -> Plan:
     """Return the plan for the trainer.
 
@@ -148,11 +145,10 @@ def decide(
         global_batch: sequences per step.
         compress: the configuration's compression, for the settings that the planner does not decide.
         predicted: figures to keep in the plan, as JSON values.
-        scan_layers: whether layers run in a loop; see PipelineConfig.
     """
     real = cluster.parts or cluster  # the devices have the same numbers in both
     return Plan(
-        **sections(candidate, layer_count, global_batch, compress, step.compressed[0], scan_layers),
+        **sections(candidate, layer_count, global_batch, compress, step.compressed[0]),
         hosts=real.hosts if real.named else (),
         devices_per_host=real.devices_per_host if real.named else 0,
         device_order=device_order(hosts, cluster.devices_per_host, candidate.tensor),

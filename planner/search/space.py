@@ -76,6 +76,7 @@ class Choices:
         schedules: schedules to try.
         virtual_stages: chunks to try with interleaved schedules.
         saves: save modes to try.
+        scan_layers: PipelineConfig.scan_layers of all candidates.
         zero1: values of MeshConfig.zero1 to try.
         sequence_parallel: values to try if tensor has several devices that the sequence can be split over.
         reduce_dtype: MeshConfig.reduce_dtype of all candidates.
@@ -94,6 +95,7 @@ class Choices:
     schedules: tuple[str, ...] = TRIED
     virtual_stages: tuple[int, ...] = (2, 4)
     saves: tuple[str, ...] = SAVE_MODES
+    scan_layers: str = "auto"
     zero1: tuple[bool, ...] = (True, False)
     sequence_parallel: tuple[bool, ...] = (False,)
     reduce_dtype: str = "float32"
@@ -163,11 +165,18 @@ def candidate_of(space: Space, i: int, counts: tuple[int, ...], choices: Choices
         space: candidates.
         i: place of the candidate.
         counts: layers of each virtual stage.
-        choices: choices that the space was made of, for the codecs and the groups of all candidates.
+        choices: choices that the space was made of, for what all candidates have in common.
     """
     chosen = {name: column.value(getattr(space, name)[i].item()) for name, column in COLUMNS.items()}
     ratio = choices.min_ratio if choices.outer.every else Candidate.outer_ratio
-    return Candidate(**chosen, coded=choices.coded, counts=counts, outer=choices.outer, outer_ratio=ratio)
+    return Candidate(
+        **chosen,
+        scan_layers=choices.scan_layers,
+        coded=choices.coded,
+        counts=counts,
+        outer=choices.outer,
+        outer_ratio=ratio,
+    )
 
 
 def numbers_of(candidate: Candidate) -> dict[str, int]:

@@ -50,6 +50,7 @@ def predicted(cluster: Cluster, config: Config) -> float:
         counts=config.stage_layers,
         chunks=config.pipeline.virtual_stages,
         save=config.pipeline.save,
+        scan_layers=config.pipeline.scan_layers,
     )
     problem = Problem(cluster, config.model, candidate)
     return float(problem.step(fabric(cluster), host_order(candidate, 1)).total[0])

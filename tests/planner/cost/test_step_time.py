@@ -248,6 +248,41 @@ def test_compression_over_data_takes_the_stages_that_end_the_step():
     assert not step.compressed.any()
 
 
+SLOW = cluster(
+    4, 4, seed=None, links={"inside": {"alpha": 0, "bandwidth": 3e11}, "between": {"alpha": 0, "bandwidth": 2e9}}
+)
+COMPRESSED = Candidate(4, 4, 1, 1, 4, "eager_1f1b", (12,) * 4, data_rank=32)
+
+
+@pytest.mark.parametrize(("layers", "loop"), [(12, True), (9, True), (8, False), (3, False)])
+def test_factors_of_layers_in_a_loop_are_reduced_after_it(layers, loop):
+    """Those of unrolled layers travel under the last op's other layers; "auto" loops from 9 layers on."""
+    hosts, found = host_order(COMPRESSED, 4), {}
+    for scan in ("on", "off", "auto"):
+        c = dataclasses.replace(COMPRESSED, counts=(layers,) * 4, scan_layers=scan)
+        found[scan] = Problem(SLOW, MODEL, c).step(link_seconds.fabric(SLOW), hosts)
+        assert found[scan].compressed[0, 0]
+    backward = costs.layer(SLOW, "a100-80gb", MODEL, 1, 1, "dots").backward
+    problem = Problem(SLOW, MODEL, COMPRESSED)
+    links = problem.links(problem.paths(link_seconds.fabric(SLOW), hosts))
+    factors = problem.reductions(links, problem.kind_of_host[hosts]).compressed[0, 0] / 12  # of a layer
+    hidden = (layers - 1) * min(backward, factors)
+    np.testing.assert_allclose(found["on"].reduce[0, 0] - found["off"].reduce[0, 0], hidden, rtol=1e-9)
+    assert found["auto"].total == found["on" if loop else "off"].total
+    assert found["on"].total > found["off"].total
+
+
+@pytest.mark.parametrize("scan", ["on", "off", "auto"])
+def test_splits_at_once_are_each_by_itself(scan):
+    """Some have loops with one setting and none with another."""
+    c, fabric = dataclasses.replace(COMPRESSED, scan_layers=scan), link_seconds.fabric(SLOW)
+    problem, hosts = Problem(SLOW, MODEL, c), host_order(c, 4)
+    splits = [(12, 12, 12, 12), (12, 9, 9, 12), (12, 1, 12, 12), (3, 3, 3, 3), (3, 1, 3, 3)]
+    together = step_time.of_splits(problem, splits, problem.paths(fabric, hosts), problem.kind_of_host[hosts])
+    alone = [Problem(SLOW, MODEL, dataclasses.replace(c, counts=counts)).step(fabric, hosts).total for counts in splits]
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
 def test_a_slower_kind_of_device_slows_the_step_by_its_compute():
     """The last stage, which has the head, computes all the time after its first message."""
     c, hosts = Candidate(1, 2, 1, 1, 40, "eager_1f1b", (6, 6)), np.array([[[0, 1]]])

@@ -53,6 +53,22 @@ def test_what_is_saved_is_what_the_trainer_reads(found, tmp_path):
         found.save(tmp_path / "file")
 
 
+@pytest.mark.parametrize("scan", ["on", "off"])
+def test_a_plan_keeps_the_configurations_loop_and_predicts_with_it(config, scan):
+    """On links so slow that the factors of its gradients end the step."""
+    links = {"inside": {"alpha": 0, "bandwidth": 1e7}, "between": {"alpha": 0, "bandwidth": 1e7}}
+    some = cluster(2, 4, seed=None, links=links)
+    looped = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, scan_layers=scan))
+    options = dataclasses.replace(OPTIONS, data=(4,), pipe=(2,), compress=("data",), data_ranks=(8,))
+    made = planner.plan(looped, some, options)
+    assert made.plan.pipeline.scan_layers == made.ranked[0].candidate.scan_layers == scan
+    run = made.plan.apply(to_dict(looped))
+    step = planner.simulate(run, some, made.ranked[0].hosts)
+    assert step.seconds == pytest.approx(made.ranked[0].seconds, rel=1e-12)
+    other = dataclasses.replace(run, pipeline=dataclasses.replace(run.pipeline, scan_layers="on"))
+    assert (planner.simulate(other, some, made.ranked[0].hosts).seconds > step.seconds) == (scan == "off")
+
+
 @pytest.mark.parametrize(
     ("changes", "devices", "words"),
     [
