@@ -80,7 +80,7 @@ class Candidate:
 
     def figures(self) -> dict[str, Any]:
         """Return the fields as JSON values; those of groups, and scan_layers, only if they are not the default."""
-        unused = () if self.outer.every else ("outer", "outer_ratio")
+        unused: tuple[str, ...] = () if self.outer.every else ("outer", "outer_ratio")
         unused += ("scan_layers",) if self.scan_layers == "auto" else ()
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
 
