@@ -26,14 +26,14 @@ class Carry(NamedTuple):
         scratch: see Stage.scratch.
     """
 
-    gradient_out: jax.Array | tuple[()]
-    gradients: jax.Array | tuple[()]
-    grads: Weights | tuple[()]
+    gradient_out: jax.Array
+    gradients: jax.Array
+    grads: Weights
     inbox: jax.Array
     links: dict[str, State]
     loss: jax.Array
     output: jax.Array
-    reduced: list[State] | tuple[()]
+    reduced: list[State]
     residuals: Tree
     scratch: Tree
 

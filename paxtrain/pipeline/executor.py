@@ -80,7 +80,8 @@ class Rows:
             # Slots are written before they are read: no need to clear them.
             return lax.empty((depth + 1, *message.shape), message.dtype) if depth else message
 
-        inbox, nothing = ring(self.buffers.activation_depth), ()
+        inbox = ring(self.buffers.activation_depth)
+        nothing: Any = ()
         if not self.train:
             zero = jnp.float32(0)
             return Carry(nothing, nothing, nothing, inbox, link_states, zero, message, nothing, nothing, nothing)
@@ -420,7 +421,7 @@ def zeros_like(weights: Weights) -> Weights:
     """Return float32 gradient accumulators, each from a separate zero: XLA would copy a shared one into each."""
     leaves, structure = jax.tree.flatten(weights)
     own = lax.optimization_barrier([jnp.float32(0)] * len(leaves))
-    return structure.unflatten([jnp.broadcast_to(zero, w.shape) for zero, w in zip(own, leaves, strict=True)])
+    return jax.tree.unflatten(structure, [jnp.broadcast_to(zero, w.shape) for zero, w in zip(own, leaves, strict=True)])
 
 
 def loss_and_gradients(

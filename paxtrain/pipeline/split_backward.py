@@ -99,7 +99,9 @@ class SplitBackward:
         free = [n for n, variable in enumerate(self._kept) if variable not in read]
         self.leaves, self._places = list(kept), []
         for variable in self._left:
-            shape, dtype = variable.aval.shape, variable.aval.dtype
+            aval = variable.aval
+            assert isinstance(aval, jax.core.ShapedArray)
+            shape, dtype = aval.shape, aval.dtype
             fits = [n for n in free if (kept[n].shape, kept[n].dtype) == (shape, dtype)]
             place = fits[0] if fits else len(self.leaves)
             if fits:

@@ -9,7 +9,7 @@ from jax import lax
 from compress.codec import State, Tree
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Dropout, Params
-from paxtrain.pipeline.program import Close, Layers, Place, Program, Step, Weights
+from paxtrain.pipeline.program import Close, Layers, Place, Program, Step, Weights, layers_of
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
 from paxtrain.pipeline.rings import Index, add, add_some, always, only_if, read, write, write_some
 from paxtrain.pipeline.split_backward import SplitBackward
@@ -80,8 +80,8 @@ class Stage:
         self._starts = transformer.document_starts(tokens[..., :-1], program.model)
         self.index = lax.axis_index(program.pipe) if program.pipe else jnp.int32(0)
         self._layer_of = jnp.asarray(program.layer_of, jnp.int32)[self.index]
-        one = weights.chunks[0][0]
-        one = jax.tree.map(lambda w: w[0], one) if program.segments[0].scan else one[0]
+        segment = weights.chunks[0][0]
+        one = segment[0] if isinstance(segment, list) else jax.tree.map(lambda w: w[0], segment)
         x = jnp.zeros(self.message.shape, self.message.dtype)
 
         def layer(
@@ -197,9 +197,9 @@ class Stage:
             return step(*self.at(chunk, number, segment.count - 1 - turn if backward else turn), *carry)
 
         def unrolled(carry: tuple) -> tuple:
-            x, own = carry[0], list(carry[1])
+            x, own, each = carry[0], list(carry[1]), layers_of(weights)
             for i in range(segment.count)[:: -1 if backward else 1]:
-                x, own[i] = step(Place(layers[i], number, i, ()), weights[i], x, own[i])
+                x, own[i] = step(Place(layers[i], number, i, ()), each[i], x, own[i])
             return x, own
 
         if segment.scan:
@@ -230,7 +230,7 @@ class Stage:
         Returns:
             The output of the chunk, and the ring with this micro-batch's residuals in their slot.
         """
-        if self.program.save != "inputs":
+        if not isinstance(residuals, jax.Array):
             return self._run_layers(chunk, mb, x, residuals, slot)
         y, _ = self._run_layers(chunk, mb, x, self._layer_residuals(()), ())
         return y, write(residuals, slot, x)
@@ -260,7 +260,8 @@ class Stage:
         self, chunk: int, x: Tree, grads: Weights, step: Step, backward: bool, close: Close | None
     ) -> tuple[Tree, Weights, list[State]]:
         """Run a step of each layer over the accumulators; return also the states of `close`."""
-        totals, states = grads.chunks[chunk], []
+        totals = grads.chunks[chunk]
+        states: list[State] = []
         if close:
             x, totals, states = close.run(self, chunk, x, totals, step, close, backward)
         else:
@@ -294,13 +295,15 @@ class Stage:
             The gradient of the chunk's input, the accumulators with the layers' gradients added, the scratch, and the
             states of `close`.
         """
-        if self.program.save == "inputs":
+        if isinstance(residuals, jax.Array):
             x = read(residuals, slot)
-            _, residuals = self._run_layers(chunk, mb, x, scratch or self._layer_residuals(()), ())
-            slot, scratch = (), residuals if scratch else ()
+            _, again = self._run_layers(chunk, mb, x, scratch or self._layer_residuals(()), ())
+            slot, scratch = (), again if scratch else ()
+        else:
+            again = residuals
 
         def step(place: Place, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
-            kept = read(place.of(residuals), (*slot, *place.at))
+            kept = read(place.of(again), (*slot, *place.at))
             # A ring for the backward in two parts has places for more, behind those of F.
             added, g = self._adding(weights, kept[: len(self._vjp.kept)], g, read(total, place.at))
             return g, write(total, place.at, added)
@@ -325,9 +328,12 @@ class Stage:
             ring with the values that W needs.
         """
 
+        split = self._split
+        assert split
+
         def step(place: Place, weights: Params, g: jax.Array, part: tuple) -> tuple[jax.Array, tuple]:
             (ring, total), at = part, (*slot, *place.at)
-            g, early, left = self._split.input_gradient(weights, read(ring, at), g)
+            g, early, left = split.input_gradient(weights, read(ring, at), g)
             return g, (write_some(ring, at, left), add_some(total, place.at, early))
 
         segments, totals = self.program.segments, grads.chunks[chunk]
@@ -349,11 +355,14 @@ class Stage:
             close: reduction of the layers' gradients, if this is the stage's last op.
         """
 
+        split = self._split
+        assert split
+
         def step(place: Place, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
             leaves = read(place.of(residuals), (*slot, *place.at))
             late = jax.tree.leaves(total)
-            totals = {n: read(late[n], place.at) for n in self._split.late}
-            return x, write_some(total, place.at, self._split.weight_gradients(weights, leaves, totals))
+            totals = {n: read(late[n], place.at) for n in split.late}
+            return x, write_some(total, place.at, split.weight_gradients(weights, leaves, totals))
 
         _, grads, states = self._accumulate(chunk, (), grads, step, False, close)
         return grads, states

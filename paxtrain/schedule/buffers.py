@@ -155,18 +155,26 @@ def _joined(kinds: Set[RowKind]) -> RowKind:
 
     lists = ("receive", "receive_compressed", "forward", "send", "backward", "weights")
     ends = ("first", "head", "first_backward")
-    found = {name: every(name) for name in lists} | {name: any(getattr(kind, name) for kind in kinds) for name in ends}
+    found: dict[str, Any] = {name: every(name) for name in lists}
+    found |= {name: any(getattr(kind, name) for kind in kinds) for name in ends}
     return RowKind(**found, tail=False, closing=())
 
 
-def _color(intervals: list[tuple[int, int, int]], reuse_same_row: bool) -> tuple[dict[int, int], int]:
+_Key = tuple[int, int]  # (virtual stage, micro-batch)
+_Lifetime = tuple[int, int, _Key]  # row that writes, last row that reads, key
+
+
+def _color(intervals: list[_Lifetime], reuse_same_row: bool) -> tuple[dict[_Key, int], int]:
     """Return slots for (first row, last row, key) so that no two that overlap share one, and the fewest possible.
 
     Args:
         intervals: lifetimes of the values of one stage.
         reuse_same_row: a value whose first row is another's last row may take its slot.
     """
-    slots, free, busy, depth = {}, [], [], 0
+    slots: dict[_Key, int] = {}
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []  # (last row, slot)
+    depth = 0
     for first, last, key in sorted(intervals):
         while busy and (busy[0][0] < first or (reuse_same_row and busy[0][0] == first)):
             heapq.heappush(free, heapq.heappop(busy)[1])
@@ -224,11 +232,8 @@ class Slots(NamedTuple):
         depth: slots of the deepest stage; 0 if each value is used the moment it can be.
     """
 
-    of: list[dict[tuple[int, int], int]]
+    of: list[dict[_Key, int]]
     depth: int
-
-
-_Lifetime = tuple[int, int, tuple[int, int]]  # row that writes, last row that reads, (virtual stage, micro-batch)
 
 
 def _slots(lifetimes: list[list[_Lifetime]], direct: int, reuse_same_row: bool) -> Slots:

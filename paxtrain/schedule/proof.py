@@ -20,6 +20,7 @@ class _Proof:
         self.sending: dict[int, tuple] = {}  # sender -> (receiver, gradient), made in the row before
         self.leaving: dict[int, tuple] = {}  # sender -> (receiver, activation, chunk), not yet on their way
         self.row = 0
+        self.kept: set[tuple] = set()  # (stage, column) of the slots that this row writes
 
     def check(self, condition: bool, stage: int, what: str) -> None:
         if not condition:

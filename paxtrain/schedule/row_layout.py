@@ -42,7 +42,7 @@ def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: in
         ValueError: the orders lead nowhere, because each stage waits for another one.
     """
     stages, last = len(orders), len(orders) * chunks - 1
-    orders, rows, waited = [collections.deque(order) for order in orders], 0, 0
+    queues, rows, waited = [collections.deque(order) for order in orders], 0, 0
     count = 1 + max((mb for order in orders for _, mb, _ in order), default=-1)
     # The row of each op, by phase, virtual stage and micro-batch.
     done = {phase: [[_NEVER] * count for _ in range(last + 1)] for phase in _PHASES}
@@ -63,23 +63,23 @@ def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: in
         phase, mb, chunk = op
         done[phase][chunk * stages + stage][mb] = rows
 
-    while any(orders):
+    while any(queues):
         moved = False
-        for s, order in enumerate(orders):
+        for s, order in enumerate(queues):
             before = -1  # the place of the stage's last op in this row
             while order and before < _IN_A_ROW[order[0][0]] and ready(s, order[0]):
                 op = order.popleft()
                 before, moved = _IN_A_ROW[op[0]] if together else len(_IN_A_ROW), True
                 run(s, op)
         if not moved and waited >= lag - 1:
-            for s, order in enumerate(orders):
+            for s, order in enumerate(queues):
                 ahead = next((op for op in order if op[0] == "F"), None)
                 if ahead and ready(s, ahead):
                     moved = True
                     order.remove(ahead)
                     run(s, ahead)
             if not moved:
-                waiting = ", ".join(f"stage {s} for {order[0]}" for s, order in enumerate(orders) if order)
+                waiting = ", ".join(f"stage {s} for {order[0]}" for s, order in enumerate(queues) if order)
                 after = f"after row {rows}: {waiting} waits"
                 raise ValueError(f"the orders of the {stages} stages lead nowhere {after}")
         waited = 0 if moved else waited + 1

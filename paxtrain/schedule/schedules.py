@@ -329,12 +329,12 @@ def each(codes: ArrayLike, quantity: Callable[..., ArrayLike], *columns: ArrayLi
         quantity: function of a spec and of the columns' entries for it, to a number or an array of such entries.
         columns: numbers, or arrays that broadcast against the codes.
     """
-    codes, *columns = np.broadcast_arrays(codes, *columns)
+    numbers, *entries = np.broadcast_arrays(codes, *columns)
     specs, found = list(SPECS.values()), []
-    for i in np.flatnonzero(np.bincount(codes.ravel())).tolist():
-        where = codes == i
-        found.append((where, np.asarray(quantity(specs[i], *(column[where] for column in columns)))))
-    every = np.zeros(codes.shape, np.result_type(*(value for _, value in found)) if found else bool)
+    for i in np.flatnonzero(np.bincount(numbers.ravel())).tolist():
+        where = numbers == i
+        found.append((where, np.asarray(quantity(specs[i], *(column[where] for column in entries)))))
+    every = np.zeros(numbers.shape, np.result_type(*(value for _, value in found)) if found else bool)
     for where, value in found:
         every[where] = value
     return every

@@ -28,6 +28,7 @@ cP+s. Everything here is numpy; nothing knows of devices, bytes or seconds.
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -150,7 +151,8 @@ class Schedule:
 
         No op needs another micro-batch's, so what is left is a schedule, too.
         """
-        first, ops = self.micro_batches - count, {}
+        first = self.micro_batches - count
+        ops: dict[str, Any] = {}
         for phase in ("forward", "backward", "weights"):
             there, chunk = getattr(self, phase), getattr(self, phase + "_chunk")
             ops[phase], ops[phase + "_chunk"] = np.where(there < first, IDLE, there), np.where(there < first, 0, chunk)

@@ -74,7 +74,8 @@ def _cells(path: pathlib.Path) -> list[list[tuple[str, Key]]]:
 
 def _check_complete(path: pathlib.Path, lines: list[list[tuple[str, Key]]]) -> tuple[int, int, bool]:
     """Return the numbers of chunks and micro-batches and whether the backward is split; every op is there once."""
-    stages, where = len(lines), {}
+    stages = len(lines)
+    where: dict[Key, str] = {}
     keys = [key for line in lines for _, key in line]
     virtual, micro_batches = max(q for _, q, _ in keys) + 1, max(mb for *_, mb in keys) + 1
     if virtual % stages:
@@ -94,14 +95,15 @@ def _check_complete(path: pathlib.Path, lines: list[list[tuple[str, Key]]]) -> t
         for mb in range(micro_batches):
             for phase in "FIW" if splits else "FB":
                 if (phase, q, mb) not in where:
-                    line = q % stages + 1
-                    raise ValueError(f"{path}, line {line}: {q}{phase}{mb} is missing; every op has to be there once")
+                    place = f"{path}, line {q % stages + 1}"
+                    raise ValueError(f"{place}: {q}{phase}{mb} is missing; every op has to be there once")
     return virtual // stages, micro_batches, splits
 
 
 def _check_order(lines: list[list[tuple[str, Key]]], last: int) -> None:
     """Require that every op comes behind what it needs, whatever the other lines do."""
-    queues, done = [list(line) for line in lines], set()
+    queues = [list(line) for line in lines]
+    done: set[Key] = set()
 
     def needs(key: Key) -> list[Key]:
         phase, q, mb = key
@@ -156,8 +158,8 @@ def text(schedule: Schedule) -> str:
         for row, stage, mb, chunk in schedule.ops(phase):
             cells[row][stage].append(f"{schedule.virtual_stage(stage, chunk)}{letter}{mb}")
     lines: list[list[str]] = [[] for _ in range(schedule.stages)]
-    for row in cells:
-        steps = max(len(own) for own in row)
-        for s, own in enumerate(row):
+    for made in cells:
+        steps = max(len(own) for own in made)
+        for s, own in enumerate(made):
             lines[s] += own + [""] * (steps - len(own))
     return "".join(",".join(line) + "\n" for line in lines)

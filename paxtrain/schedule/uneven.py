@@ -65,6 +65,8 @@ def _joined(kinds: Sequence[RowKind], ranks: Sequence[int], stages: int) -> RowK
     alike = all(kind.closing == kinds[-1].closing for kind in kinds)
     return dataclasses.replace(
         kinds[-1],
-        **{name: everywhere(name) for name in ("receive", "receive_compressed", "send")},
+        receive=everywhere("receive"),
+        receive_compressed=everywhere("receive_compressed"),
+        send=everywhere("send"),
         closing=kinds[-1].closing if alike else (),
     )

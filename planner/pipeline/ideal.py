@@ -15,6 +15,7 @@ from planner.pipeline.rows import Row, Table, numbers, runs
 from planner.pipeline.simulator import Seconds, spread
 
 Array = np.ndarray
+Inbox = collections.deque[Array]  # arrival times [batch] of a virtual stage's messages
 
 
 class _State:
@@ -24,8 +25,8 @@ class _State:
         self.seconds, self.last = spread(table, seconds), table.stages * table.chunks - 1
         self.stages = table.stages
         self.now = list(self.seconds.start.copy())
-        self.activations = [collections.deque() for _ in range(self.last + 1)]
-        self.gradients = [collections.deque() for _ in range(self.last + 1)]
+        self.activations: list[Inbox] = [collections.deque() for _ in range(self.last + 1)]
+        self.gradients: list[Inbox] = [collections.deque() for _ in range(self.last + 1)]
 
     def row(self, row: Row) -> None:
         """Run all ops of a row; messages are used from the next row on, except the gradient that the loss makes."""

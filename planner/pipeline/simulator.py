@@ -67,6 +67,20 @@ class Seconds:
     weights: Array | float = 0.0
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arranged(Seconds):
+    """Durations as `spread` arranges them: every one is an array, batch last."""
+
+    activation: Array
+    gradient: Array
+    head: Array
+    start: Array
+    packed: Array
+    encode: Array
+    decode: Array
+    weights: Array
+
+
 def take(seconds: Seconds, where: Array | slice) -> Seconds:
     """Return the durations of some candidates of a batch."""
     given = {field.name: getattr(seconds, field.name) for field in dataclasses.fields(seconds)}
@@ -89,7 +103,7 @@ def concatenate(parts: list[Seconds]) -> Seconds:
     return Seconds(**constant, **arrays)
 
 
-def spread(table: Table, seconds: Seconds) -> Seconds:
+def spread(table: Table, seconds: Seconds) -> Arranged:
     """Return the durations as contiguous arrays, batch last: [virtual stages, batch], [P, batch], head [batch]."""
     virtual = table.stages * table.chunks
     sizes = {"forward": virtual, "backward": virtual, "weights": virtual, "head": None}
@@ -101,7 +115,7 @@ def spread(table: Table, seconds: Seconds) -> Seconds:
         shape = (batch,) if size is None else (batch, size)
         return np.ascontiguousarray(np.broadcast_to(x, shape).T)
 
-    return Seconds(**{name: arranged(name, x) for name, x in given.items()})
+    return Arranged(**{name: arranged(name, x) for name, x in given.items()})
 
 
 Times = tuple[Array, Array]  # of the senders and of the receivers
@@ -112,7 +126,7 @@ Recorder = Callable[[str, Where, Array, Array], None]  # what, stages, their beg
 class _Replay:
     """State of all stages of all candidates: `now` [P, batch]."""
 
-    def __init__(self, seconds: Seconds, overlap: bool, record: Recorder | None) -> None:
+    def __init__(self, seconds: Arranged, overlap: bool, record: Recorder | None) -> None:
         self.seconds = seconds  # batch last
         self.now = self.seconds.start.copy()
         self.overlap, self.record = overlap, record
@@ -123,7 +137,7 @@ class _Replay:
         parts = {
             f.name: np.compress(where, getattr(self.seconds, f.name), axis=-1) for f in dataclasses.fields(Seconds)
         }
-        other.seconds, other.now = Seconds(**parts), np.compress(where, self.now, axis=-1)
+        other.seconds, other.now = Arranged(**parts), np.compress(where, self.now, axis=-1)
         return other
 
     def _message(self, ends: tuple[Where, Where], seconds: Array, what: str, free: Free | None = None) -> Times:
@@ -154,10 +168,12 @@ class _Replay:
 
     def _compute(self, what: str, where: tuple[Where, Where], seconds: Array) -> None:
         stages, virtual = where
-        begin = self.now[stages].copy() if self.record else None
+        if not self.record:
+            self._add(stages, seconds[virtual])
+            return
+        begin = self.now[stages].copy()
         self._add(stages, seconds[virtual])
-        if self.record:
-            self.record(what, virtual, begin, self.now[stages].copy())
+        self.record(what, virtual, begin, self.now[stages].copy())
 
     def _add(self, stages: Where, seconds: Array) -> None:
         if isinstance(stages, slice):
@@ -307,7 +323,7 @@ def pipeline(table: Table, seconds: Seconds, overlap: bool = True, rough: bool =
         if len(new) < len(keys):
             some = np.fromiter(new.values(), int, len(new))
             parts = {f.name: getattr(arranged, f.name).take(some, axis=-1) for f in dataclasses.fields(Seconds)}
-            arranged = Seconds(**parts)
+            arranged = Arranged(**parts)
         times = _Replay(arranged, overlap, None).run(runs(table, overlap=overlap), rough)
         known |= zip(new, times)
     found = np.array([known[key] for key in keys])
