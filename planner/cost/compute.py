@@ -16,15 +16,16 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
+from paxtrain.schedule.schedules import Numbers
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
 from planner.cluster.device_sheets import REACH, SHEETS, DeviceSheet
 from planner.cluster.products import UNKNOWN_SHAPES, ProductRates
+from planner.cost.closed_forms import ring
 
 LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
 # Passes of F over its [B, S, H] activations in memory besides matrix products: norms, residual sums, GELU over 4 H.
 _ACTIVATION_PASSES = 22
-# Some of a layer's kernels wait for their launch and others for memory: the p-norm of the two sums says how long.
-_SHARPNESS = 4
+_SHARPNESS = 4  # of `launched`
 ITEM = {"bfloat16": 2, "float32": 4}
 # Passes over [B, S, H] that splitting the backward adds: W makes norms and GELU again, B writes what W needs.
 _SPLIT_PASSES = {"weights": 12, "input": 18}
@@ -87,7 +88,19 @@ class LayerCosts:
 
 def _all_reduce(ranks: int, size: int, alpha: float, bandwidth: float) -> float:
     """Return the seconds of an all-reduce of `size` bytes over a ring."""
-    return 2 * (ranks - 1) * alpha + 2 * (ranks - 1) / ranks * size / bandwidth
+    return 2 * (ranks - 1) * alpha + float(ring(size, ranks, bandwidth))
+
+
+def launched(seconds: Numbers, launches: Numbers) -> Any:
+    """Return the seconds of kernels, some of which wait for their launch and others for memory.
+
+    That is the p-norm of the two sums; the arguments are numbers or arrays.
+
+    Args:
+        seconds: seconds of all kernels if their launch takes no time.
+        launches: seconds in which the host launches them.
+    """
+    return (seconds**_SHARPNESS + launches**_SHARPNESS) ** (1 / _SHARPNESS)
 
 
 class _Products(NamedTuple):
@@ -166,26 +179,23 @@ def sheet(
     sms = device.sms if shares.of_reach else 0
     rates = ProductRates(peak, device.bandwidth * shares.memory, sms, item)
     reduce = _all_reduce(tensor, tokens * h * item, *inside)
-    ratio = shares.backward / 2  # 1 if B takes twice as long as F
-
-    def launched(seconds: float, times: float) -> float:
-        return (seconds**_SHARPNESS + (times * shares.layer_launch) ** _SHARPNESS) ** (1 / _SHARPNESS)
+    ratio, launch = shares.backward / 2, shares.layer_launch  # 1 if B takes twice as long as F
 
     products = _with_kernels(rates, tokens, kernels(model, tensor))
     attention, attention_backward = _attention(model, device, rates, tensor, micro_batch, shares.stored_scores)
     # Norms and residual sums run whole on each device of a tensor group, or on parts; the wide part is split.
     once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / rates.memory
     passes = _ACTIVATION_PASSES * once
-    forward = launched(products.forward + attention + passes, 1) + 2 * reduce
+    forward = launched(products.forward + attention + passes, launch) + 2 * reduce
     rest = ratio * (attention_backward + 2 * passes + products.inputs)  # of B besides its products for kernels
-    backward = launched(rest + ratio * products.kernels, 2) + 2 * reduce
+    backward = launched(rest + ratio * products.kernels, 2 * launch) + 2 * reduce
     part = _RECOMPUTED[save]
     again = part.products * products.forward + part.attention * attention + part.passes * passes
-    again = launched(again, part.launches) + part.collectives * reduce
+    again = launched(again, part.launches * launch) + part.collectives * reduce
     if sequence_parallel:
         again += _GATHERS.get(save, 1) * reduce / 2
-    weights = launched(ratio * products.kernels + _SPLIT_PASSES["weights"] * once, 0.5)
-    rest = launched(rest + _SPLIT_PASSES["input"] * once, 1.5) + 2 * reduce + again
+    weights = launched(ratio * products.kernels + _SPLIT_PASSES["weights"] * once, 0.5 * launch)
+    rest = launched(rest + _SPLIT_PASSES["input"] * once, 1.5 * launch) + 2 * reduce + again
     logits = _with_kernels(rates, tokens, ((h, model.padded_vocab // tensor),))
     traffic = 8 * tokens * model.padded_vocab / tensor * item / rates.memory
     head = sum(logits) + traffic + 2 * reduce + 20 * LAUNCH

@@ -26,6 +26,7 @@ import numpy as np
 
 from paxtrain.schedule.schedules import SPECS
 from planner.cost import closed_forms
+from planner.cost.compute import launched
 from planner.fit.constants import NAMES
 from planner.fit.pipelines import PipelineBatch, kinds, pipeline_batches
 from planner.fit.trials import Trial
@@ -36,9 +37,6 @@ Array = np.ndarray
 METHODS = ("simulate", "rows", "pipette", "amp")
 EXECUTORS = {"ideal": "simulate", "paxtrain": "rows"}  # the method that simulates each
 _CLOSED_FORMS = ("pipette", "amp")
-
-# Some kernels of a layer wait for their launch and others for memory: the time is the p-norm of the two sums.
-_SHARPNESS = 4
 
 
 def _all_reduce(size: Array, ranks: Array, latency: Array, rate: Array) -> Array:
@@ -132,11 +130,11 @@ class TrialModel:
         tp, dp, message = runs.tp[:, None], runs.dp[:, None], runs.message[:, None]
         compute, memory = g["compute_efficiency"] * speed, g["memory_efficiency"] * speed
         kernels = runs.operations / compute + (runs.traffic + g["score_passes"] * runs.scores) / memory
-        layer = (kernels**_SHARPNESS + g["layer_launch"] ** _SHARPNESS) ** (1 / _SHARPNESS)
+        layer = launched(kernels, g["layer_launch"])
         reduce = 2 * _all_reduce(message, tp, latency(runs.tensor_inter), rate(runs.tensor, runs.tensor_inter))
         ratio = g["backward_ratio"]
         forward = runs.layers * factor * (layer + reduce)
-        again = ((ratio * kernels) ** _SHARPNESS + g["layer_launch"] ** _SHARPNESS) ** (1 / _SHARPNESS)
+        again = launched(ratio * kernels, g["layer_launch"])
         backward = runs.layers * factor * (again + reduce) + np.where(runs.recompute[:, None], forward, 0)
         weights = runs.layers * factor * again / 2
         head = g["head_ratio"] * (runs.head[:, :1] / compute[..., -1:] + runs.head[:, 1:] / memory[..., -1:])
