@@ -8,7 +8,7 @@
 All take partial sums as the passes leave them. A launch ends where a program needs what all others have found. Each
 program makes the r x r factorisation for itself, which costs no launch. Beyond rank 64 a program needs a multiprocessor
 of its own for that. If there are more programs than multiprocessors, the factorisation is a launch by itself instead
-(`left_factor`, `fit_factor`), in quarters, which stay in registers.
+(`_left_factor_kernel`, `_fit_factor_kernel`), in quarters, which stay in registers.
 
 The largest magnitude of a column is known only when all blocks are. So each block is scaled by its own, and the blocks'
 products are brought to the common scale when they are added up.
@@ -135,7 +135,7 @@ def _left_kernel(
         y: partial sums [parts, n, r] of the factor.
         largest: largest magnitudes [blocks, r].
         grams: Gram matrices [blocks, r, r].
-        scale: result [1, r] of `left_factor`, in place of the last two.
+        scale: result [1, r] of `_left_factor_kernel`, in place of the last two.
         length: result [1, r] of it.
         inverse: result [r, r] of it.
         old: factor [n, r] that an inactive message keeps.
@@ -202,7 +202,7 @@ def _fit_kernel(
     Args:
         s: partial sums [parts, k, r].
         g: partial sums [parts, r, r].
-        scale: result [1, 1] of `fit_factor`, in place of g.
+        scale: result [1, 1] of `_fit_factor_kernel`, in place of g.
         inverse: result [r, r] of it.
         w: result [k, r].
         largest: largest magnitudes [1, r].

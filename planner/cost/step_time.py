@@ -6,7 +6,7 @@ embedding's two gradients are exchanged (planner.cost.data_axis). When all is re
 compression over data, the stages are chosen for each placement by the trainer's rule (compress.policy.selective).
 
 On GPUs a stage whose last op is in the last row reduces each layer's gradient under that op's other layers
-(`Problem.hidden`). Over gloo nothing is counted as hidden.
+(`Problem.hides`). Over gloo nothing is counted as hidden.
 
 Groups that train apart are predicted each by itself, on links that all of them use at once. The step is that of the
 slowest group, and a share of what the exchange between groups adds (planner.cost.outer).

@@ -218,7 +218,7 @@ def test_between_1f1b_and_eager_what_fits_is_taken():
     tight = search(some, choices=choices, budget=Budget(usable=limit, margin=False))
     chosen = tight.run().ranked[0].candidate
     assert chosen.schedule == "1f1b:6"
-    pipeline = to_plan.sections(chosen, MODEL.layers, 32, CompressConfig(), np.zeros(4, bool), "auto")["pipeline"]
+    pipeline = to_plan.sections(chosen, MODEL.layers, 32, CompressConfig(), np.zeros(4, bool))["pipeline"]
     assert (pipeline.schedule, pipeline.in_flight) == ("1f1b", 6)
 
 
