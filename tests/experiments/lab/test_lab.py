@@ -46,9 +46,8 @@ def test_records_of_another_seed_are_not_mixed_with_these(tmp_path):
 
 def test_what_runs_by_default_is_an_hour_and_a_half():
     usual, later = lab.estimate(lab.USUAL), lab.estimate(lab.LATER)
-    assert 0.9 * lab.BUDGET < usual <= lab.BUDGET == 5400
-    assert usual + later == sum(seconds for _, seconds in lab.EXPERIMENTS.values())
-    assert Lab(pathlib.Path(), "").budget == lab.BUDGET
+    assert 0.9 * 5400 < usual <= 5400
+    assert Lab(pathlib.Path(), "").budget == lab.BUDGET == 5400
     [words] = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("lab:")]
     page = " ".join((ROOT / "docs" / "design.md").read_text().split())
     later_ones = f"--experiments={','.join(lab.LATER)}"

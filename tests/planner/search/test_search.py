@@ -1,5 +1,6 @@
 """The search finds the best of all candidates, keeps to memory, and makes plans that the trainer takes."""
 
+import collections
 import dataclasses
 import re
 
@@ -18,8 +19,8 @@ from planner.planning import to_plan
 from planner.report import text
 from planner.search import explain, space
 from planner.search.budget import Budget
-from planner.search.search import Options, Search
-from planner.search.space import Choices
+from planner.search.search import Found, Options, Search
+from planner.search.space import COLUMNS, Choices, numbers_of
 from tests.planner.examples import MODEL, cluster
 
 CLOSED = Budget(margin=False)
@@ -176,17 +177,48 @@ def test_a_plan_survives_its_file(tmp_path):
     assert plan.hosts == ()  # made up from a count, so the trainer takes hosts in any order
 
 
-def test_every_neighbour_gets_a_reason():
-    one = search(budget=Budget(usable=0.2, margin=False))
+def rows_that_change(one: Search, found: Found, changed: dict[str, str]) -> list[int]:
+    """Return the candidates that differ from a plan by these columns, and else by what follows from them."""
+    values = {name: str(COLUMNS[name].value(number)) for name, number in numbers_of(found.candidate).items()} | changed
+    follows = {"micro_batches", "backward_rank"} - changed.keys()
+    return [
+        i
+        for i in range(len(one.space))
+        if all(
+            str(COLUMNS[name].value(int(getattr(one.space, name)[i]))) == value
+            for name, value in values.items()
+            if name not in follows
+        )
+    ]
+
+
+@pytest.mark.parametrize("usable", [0.2, 0.04])
+def test_every_neighbour_gets_a_reason_whose_figures_hold(usable):
+    """Percentages, bytes and steps are those of the candidate that is named, counted anew."""
+    one = search(budget=Budget(usable=usable, margin=False))
     found = one.run().ranked[0]
     reasons = explain.neighbours(one, found, 32)
+    seen = collections.Counter()
     for line in reasons:
         what, why = line.split(": ", 1)
-        assert "=" in what and why
-    text = "\n".join(reasons)
-    assert "save=residuals" in text or found.candidate.save == "residuals"
-    assert "simulated" in text or "by its lower bound" in text
-    assert len({line.split(": ")[0] for line in reasons}) == len(reasons) > 8
+        rows = rows_that_change(one, found, dict(pair.split("=") for pair in what.split()))
+        if fit := re.fullmatch(r"does not fit, needs ([\d.]+) GB per device, ([\d.]+) GB too much", why):
+            seen["memory"] += 1
+            needs, over = map(float, fit.groups())
+            assert needs - over == pytest.approx(85.1 * usable, abs=0.11)
+            again = CLOSED.bytes(one.cluster, MODEL, one.space.take(np.array(rows))) / 1e9
+            assert again == pytest.approx([needs], abs=0.05)
+            continue
+        said = re.match(r"(takes|simulated) ([\d.e-]+) s( at least)?, ([\d.]+)(% more| times as long)", why)
+        assert said, line
+        seen[said[1]] += 1
+        seconds, more = float(said[2]), float(said[4])
+        longer = 1 + more / 100 if said[5] == "% more" else more
+        assert seconds / found.seconds == pytest.approx(longer, abs=0.051 if longer > 2 else 0.002)
+        [step] = [other.seconds for other in one.simulate(rows)]
+        assert step == pytest.approx(seconds, rel=1e-3) if said[1] == "simulated" else step >= seconds * (1 - 1e-3)
+    assert seen["simulated"] >= 5 and seen["takes"] and (seen["memory"] > 0) == (usable == 0.04)
+    assert len({line.split(": ")[0] for line in reasons}) == len(reasons)
 
 
 def test_neighbours_that_take_much_longer_take_so_many_times_as_long():
