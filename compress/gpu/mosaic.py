@@ -93,7 +93,7 @@ def _rows(
     """
     *lead, n, k = size
     batch, across, along = math.prod(lead), n // units.rows, k // TILE
-    programs = units.programs(next(factor for factor in (p, q) if factor is not None).shape[-1])
+    programs = units.target(next(factor for factor in (p, q) if factor is not None).shape[-1])
     target, most = (2 * programs, along) if q is None else (programs, most_parts(k, jnp.bfloat16, q.shape[-1]))
     parts, chunk = split(across * batch, along, target, most)
     x, m, p, w, q = map(matrices, (x, m, p, w, q))
@@ -179,7 +179,7 @@ def backproject(units: Units, m: jax.Array, p: jax.Array) -> tuple[jax.Array, ja
     *lead, n, k = m.shape
     batch, rank, across, along = math.prod(lead), p.shape[-1], k // units.rows, n // TILE
     own = pl.cdiv(rank, units.rows)
-    parts, chunk = split(across * batch, along, units.programs(rank), most_parts(n, m.dtype, rank))
+    parts, chunk = split(across * batch, along, units.target(rank), most_parts(n, m.dtype, rank))
 
     def program(b: Index, tile: Index, part: Index, m: Ref, p: Ref, s: Ref, g: Ref) -> None:
         first = part * chunk

@@ -125,5 +125,6 @@ def _column_program(a: Ref, p: Ref, s: Ref, column: Index, first: Index, trips: 
     pl.run_scoped(scoped, _scratch(thin, 2))
 
 
-# Shared memory has room for two programs on each of the 148 multiprocessors of a B200, or for one with wider factors.
-UNITS = Units(_ROWS, lambda rank: 148 * (2 if rank <= 16 else 1), _row_program, _column_program)
+_BLACKWELL = 148  # multiprocessors of a B200
+# Shared memory of a multiprocessor has room for two programs, or for one with wider factors.
+UNITS = Units(_ROWS, _BLACKWELL, lambda rank: 2 if rank <= 16 else 1, _row_program, _column_program)

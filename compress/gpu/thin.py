@@ -25,10 +25,9 @@ from jax.typing import DTypeLike
 
 from compress.gpu.cholesky import QUARTER, diagonal, eye, inverse_cholesky, write_inverse_cholesky
 from compress.gpu.sums import HELD, add_blocks, largest_of_columns, one_if_zero, sum_parts
-from compress.gpu.tiles import Ref, Result, call, dot, load, matrices, store, thin_columns, zero_index
+from compress.gpu.tiles import Ref, Result, call, dot, load, matrices, multiprocessors, store, thin_columns, zero_index
 
 _ROWS = 64  # rows of a program's tile: the least that Hopper's matrix instruction takes
-_MULTIPROCESSORS = 132  # of an H100 or H200
 
 Flag = jax.Array | bool
 
@@ -309,7 +308,7 @@ def _flag(active: Flag) -> jax.Array | None:
 
 def _apart(rank: int, programs: int) -> bool:
     """Return whether the factorisation is a launch by itself, before as many programs that use it."""
-    return rank > QUARTER and programs > _MULTIPROCESSORS
+    return rank > QUARTER and programs > multiprocessors()
 
 
 def _batched(parts: jax.Array) -> jax.Array:

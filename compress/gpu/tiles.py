@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 Ref: TypeAlias = Any
 Result: TypeAlias = Any  # an array if the pass has the operands that make it, otherwise None
 Index = int | jax.Array
+HOPPER = 132  # multiprocessors of an H100 or H200
 
 
 class RowRefs(NamedTuple):
@@ -117,6 +118,19 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
 def matrices(array: jax.Array | None) -> jax.Array | None:
     """Return an array [*, n, k] reshaped to [b, n, k]."""
     return None if array is None else array.reshape(-1, *array.shape[-2:])
+
+
+def multiprocessors(absent: int = HOPPER) -> int:
+    """Return the multiprocessors of a GPU of this run, the fewest of any: all processes must trace the same program.
+
+    They decide how long sums are split, so products may differ in their last bits from one kind of GPU to another. What
+    `decode` returns does not, nor do errors.
+
+    Args:
+        absent: what to take if a program is compiled where no GPU is, or Pallas's interpreter runs it.
+    """
+    counts = [getattr(device, "core_count", None) for device in jax.devices() if device.platform == "gpu"]
+    return min((count for count in counts if count), default=absent)
 
 
 def split(programs: int, tiles: int, target: int, most: int) -> tuple[int, int]:

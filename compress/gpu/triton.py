@@ -29,6 +29,7 @@ from compress.gpu.tiles import (
     load,
     matrices,
     most_parts,
+    multiprocessors,
     split,
     store,
     thin_columns,
@@ -44,7 +45,7 @@ class Blocks(NamedTuple):
         columns: columns of a tile.
         warps: warps of a program.
         stages: tiles in flight, the stages of Triton's software pipeline.
-        programs: number of programs to aim at by splitting rows or columns: as many as the GPU runs at once.
+        programs: programs that a multiprocessor runs at once. Rows or columns are split to have as many on each.
     """
 
     rows: int
@@ -55,25 +56,24 @@ class Blocks(NamedTuple):
 
 
 LARGEST_RANK = 128
-_SMS = 132  # multiprocessors of an H100 or H200
 
 # Keys are the largest number of columns of a thin factor's tile, and the item size of the wider dtype of factor and
 # matrix. These alone decide the blocks of the row kernel, so that all its passes form the same bits of p w^T.
 _ROW_BLOCKS = {
-    (32, 2): Blocks(64, 64, warps=4, stages=3, programs=4 * _SMS),
-    (64, 2): Blocks(128, 64, warps=8, stages=2, programs=2 * _SMS),
-    (128, 2): Blocks(128, 64, warps=8, stages=3, programs=_SMS),
-    (32, 4): Blocks(64, 64, warps=4, stages=2, programs=3 * _SMS),
-    (64, 4): Blocks(128, 32, warps=8, stages=2, programs=_SMS),
-    (128, 4): Blocks(128, 32, warps=8, stages=2, programs=_SMS),
+    (32, 2): Blocks(64, 64, warps=4, stages=3, programs=4),
+    (64, 2): Blocks(128, 64, warps=8, stages=2, programs=2),
+    (128, 2): Blocks(128, 64, warps=8, stages=3, programs=1),
+    (32, 4): Blocks(64, 64, warps=4, stages=2, programs=3),
+    (64, 4): Blocks(128, 32, warps=8, stages=2, programs=1),
+    (128, 4): Blocks(128, 32, warps=8, stages=2, programs=1),
 }
 _COLUMN_BLOCKS = {
-    (32, 2): Blocks(128, 64, warps=4, stages=3, programs=3 * _SMS),
-    (64, 2): Blocks(64, 128, warps=8, stages=3, programs=2 * _SMS),
-    (128, 2): Blocks(64, 128, warps=8, stages=3, programs=2 * _SMS),
-    (32, 4): Blocks(64, 64, warps=4, stages=3, programs=3 * _SMS),
-    (64, 4): Blocks(32, 128, warps=8, stages=3, programs=3 * _SMS),
-    (128, 4): Blocks(32, 128, warps=8, stages=3, programs=3 * _SMS),
+    (32, 2): Blocks(128, 64, warps=4, stages=3, programs=3),
+    (64, 2): Blocks(64, 128, warps=8, stages=3, programs=2),
+    (128, 2): Blocks(64, 128, warps=8, stages=3, programs=2),
+    (32, 4): Blocks(64, 64, warps=4, stages=3, programs=3),
+    (64, 4): Blocks(32, 128, warps=8, stages=3, programs=3),
+    (128, 4): Blocks(32, 128, warps=8, stages=3, programs=3),
 }
 
 
@@ -231,7 +231,8 @@ def _rows(
     blocks = _blocks(_ROW_BLOCKS, thin, dtype)
     across, along = pl.cdiv(n, blocks.rows), pl.cdiv(k, blocks.columns)
     # Without a product there are no partial sums to add up, so more programs cost nothing.
-    target, most = (2 * blocks.programs, along) if q is None else (blocks.programs, most_parts(k, dtype, q.shape[-1]))
+    programs = blocks.programs * multiprocessors()
+    target, most = (2 * programs, along) if q is None else (programs, most_parts(k, dtype, q.shape[-1]))
     parts, chunk = split(across * batch, along, target, most)
     flag = None if active is True else jnp.asarray(active, bool).reshape(1)
     out = None if m is None and p is None else jax.ShapeDtypeStruct((batch, n, k), dtype)
@@ -321,7 +322,8 @@ def backproject(m: jax.Array, p: jax.Array, *, interpret: bool = False) -> tuple
     *lead, n, k = m.shape
     batch, rank, blocks = math.prod(lead), p.shape[-1], _blocks(_COLUMN_BLOCKS, p, m.dtype)
     across = pl.cdiv(k, blocks.columns)
-    parts, chunk = split(across * batch, pl.cdiv(n, blocks.rows), blocks.programs, most_parts(n, m.dtype, rank))
+    target = blocks.programs * multiprocessors()
+    parts, chunk = split(across * batch, pl.cdiv(n, blocks.rows), target, most_parts(n, m.dtype, rank))
     s, g = call(
         functools.partial(_column_kernel, blocks=blocks, chunk=chunk, interpret=interpret),
         "lowrank_backproject",

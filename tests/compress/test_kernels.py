@@ -1,6 +1,7 @@
 """The passes of every implementation against numpy in float64, their kernels' names, and inactive passes."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from compress import kernels
+from compress.gpu import mosaic, tiles
 from compress.kernels import Explicit, Lazy
 
 # Leading dims, n, k, rank, dtype of the matrices, dtype of the thin factors.
@@ -150,16 +152,51 @@ def test_each_pass_is_one_named_kernel_that_updates_its_state_in_place():
     assert "triton" not in lowered_for_cuda(lambda *a: passes("xla", *a), *operands(*CASES["even"]))
 
 
+def gpus(*counts):
+    """Return devices of a run as jax lists them, by their multiprocessors."""
+    return lambda: [types.SimpleNamespace(platform="gpu", core_count=count) for count in counts]
+
+
+def test_multiprocessors_are_those_of_the_smallest_gpu(monkeypatch):
+    """Processes with different GPUs must trace one program. Without a GPU the number is given."""
+    assert tiles.multiprocessors() == 132 and tiles.multiprocessors(148) == 148
+    for counts, least in (((108,), 108), ((148, 108, 132), 108), ((None, 108), 108), ((None,), 132)):
+        monkeypatch.setattr(jax, "devices", gpus(*counts))
+        assert tiles.multiprocessors() == least
+    monkeypatch.setattr(jax, "devices", gpus(108))
+    found = {name: [units.target(rank) / 108 for rank in (16, 128)] for name, units in mosaic.UNITS.items()}
+    assert found == {"wgmma": [2, 2], "tcgen05": [2, 1]}
+
+
+@pytest.mark.parametrize("case", ["parts of sums of 3 and 2 tiles", "batch, odd rank", "float32, large rank"])
+def test_results_are_those_of_any_number_of_multiprocessors(monkeypatch, case):
+    """What is decoded and what is left are the same bits; sums may be split elsewhere."""
+    arrays, found = operands(*CASES[case]), []
+    for count in (1, 2, 20, 132):
+        monkeypatch.setattr(jax, "devices", gpus(count))
+        found.append(jax.jit(lambda *a: passes("interpret", *a))(*arrays))
+    x, m, p, _, q = map(exact, arrays)
+    for got in found:
+        for first, other in [(found[0][name], got[name]) for name in ("decode", "residual")] + [
+            (found[0][form][0], got[form][0]) for form in ("none", "explicit", "lazy")
+        ]:
+            np.testing.assert_array_equal(bits(first), bits(other))
+        assert_product(got["none"][1], x.astype(arrays[4].dtype).astype(float), q)
+        assert_product(got["backproject"][0], m.astype(arrays[2].dtype).astype(float).mT, p)
+
+
 @pytest.mark.parametrize("rank", [16, 128])
 @pytest.mark.parametrize("columns", [3072, 12288])
-def test_large_messages_fill_the_multiprocessors(columns, rank):
-    """The programs fill three quarters of 132 multiprocessors, with partial sums that are small beside the matrix."""
+@pytest.mark.parametrize("count", [108, 132, 148])
+def test_large_messages_fill_the_multiprocessors(monkeypatch, columns, rank, count):
+    """The programs fill three quarters of them, with partial sums that are small beside the matrix."""
+    monkeypatch.setattr(jax, "devices", gpus(count))
     shapes = [(4096, columns), (4096, columns), (4096, rank), (columns, rank), (columns, rank)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     text = lowered_for_cuda(lambda *a: passes("triton", *a), *arrays)
     grids = re.findall(r"grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+)", text)
     assert len(grids) == 6
-    assert min(int(x) * int(y) * int(z) for x, y, z in grids) >= 0.75 * 132
+    assert min(int(x) * int(y) * int(z) for x, y, z in grids) >= 0.75 * count
     partial = re.findall(r"tensor<1x(\d+)x(\d+)x(\d+)xf32>", text)
     assert max(4 * int(a) * int(b) * int(c) for a, b, c in partial) <= 4096 * columns * 2 / 2
 

@@ -35,7 +35,7 @@ def total(parts):
     [((), 64, 16, 0), ((2,), 300, 4, 0), ((), 200, 20, 0), ((2,), 200, 128, 8), ((2,), 200, 128, 7), ((), 100, 70, 0)],
 )
 def test_left_is_cholesky_qr_of_unit_columns(monkeypatch, lead, n, r, multiprocessors, parts):
-    monkeypatch.setattr(thin, "_MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(thin, "multiprocessors", lambda: multiprocessors)
     rng = np.random.default_rng(r)
     y = in_parts(rng, well_conditioned(rng, *lead, n, r), parts)
     p, kept = thin.left(y, SHIFT, jnp.float32, interpret=True)
@@ -51,7 +51,7 @@ def test_left_is_cholesky_qr_of_unit_columns(monkeypatch, lead, n, r, multiproce
     [((), 64, 16, 0), ((2,), 300, 4, 0), ((), 200, 20, 0), ((2,), 130, 128, 6), ((2,), 130, 128, 5), ((), 100, 70, 0)],
 )
 def test_fit_is_the_solution_and_right_follows_from_it(monkeypatch, lead, k, r, multiprocessors, parts):
-    monkeypatch.setattr(thin, "_MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(thin, "multiprocessors", lambda: multiprocessors)
     rng = np.random.default_rng(r)
     p = well_conditioned(rng, *lead, 4 * r, r)
     s, g = in_parts(rng, rng.normal(size=(*lead, k, r)), parts), in_parts(rng, p.mT @ p, parts)
