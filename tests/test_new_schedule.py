@@ -33,15 +33,13 @@ NAME = "late_1f1b"
 MAY_NAME_SCHEDULES = (
     "paxtrain/schedule/schedules.py",
     "paxtrain/config/parallel.py",
-    "experiments/bench/trainer/",
-    "experiments/bench/planner/",
+    "paxtrain/profiling/ledger.py",
     "planner/export/",
     "planner/memory/labels.py",
     "planner/search/baselines.py",
     "planner/fit/trial_model.py",
     "planner/fit/trials.py",
     "planner/cost/simulate.py",
-    "experiments/published/prediction.py",
     "planner/measure/compute_timing.py",
 )
 
