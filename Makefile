@@ -55,10 +55,9 @@ exports: $(VENV)/dev.txt  ## plans for other trainers, read by their own parsers
 	$(RUN) -m experiments.environment tests/planner/export/parsers/*.py
 	$(RUN) -m pytest -m slow tests/planner/export/test_parsers.py $(ARGS)
 
-lint: $(VENV)/dev.txt  ## rules, format, imports and types
+lint: $(VENV)/dev.txt  ## rules, format and types
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
-	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(RUN) -m mypy
 
 docs: $(VENV)/docs.txt  ## the pages of docs/ as a site, runs/site; a warning is an error

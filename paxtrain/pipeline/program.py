@@ -1,4 +1,4 @@
-"""What a stage's code takes: its weights by segment, the static facts of the pipeline, a layer's place in it."""
+"""Arguments of a stage's code: its weights by segment, the static facts of the pipeline, a layer's place in it."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""What the lab's records say, a module for each section of the page."""
+"""Findings from the lab's records, a module for each section of the page."""

@@ -1,1 +1,1 @@
-"""What the lab measures, a module for each experiment."""
+"""Measurements of the lab, a module for each experiment."""
