@@ -268,6 +268,7 @@ def test_each_chunk_has_a_state_of_its_own():
     assert any(np.any(x[0, 1, 0, 0] != x[0, 1, 0, 1]) for x in states)
 
 
+@pytest.mark.slow
 def test_the_virtual_mesh_compresses_as_the_real_one_does():
     """Gradients and states agree for dense and compressed messages, some links, and stages of different ranks."""
     on_links = {"backward_links": "0,2", "forward": "all", "forward_rank": 4, "forward_links": "1"}

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.once
 @pytest.mark.parametrize(
     ("mesh", "zero1"),
     [
-        ((1, 2, 1), True),
+        pytest.param((1, 2, 1), True, marks=pytest.mark.slow),
         pytest.param((1, 3, 2), True, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), True, marks=pytest.mark.slow),
         ((4, 2, 1), False),

@@ -246,6 +246,7 @@ def test_runs_are_on_disk_before_bytes_are_counted(home, tmp_path, monkeypatch):
     assert [(o.seed, o.final, o.bytes) for o in again.run(workers=1)] == [(n, 2.5, {"forward": 7}) for n in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_fused_embedding_computes_what_one_does_that_is_not(home, tmp_path, monkeypatch):
     """They differ in rounding, so the study trains once for both, and counts their bytes apart."""
     config = variants.settled(configuration(home))
