@@ -15,6 +15,6 @@ def get_config() -> ConfigDict:
         pipeline={"schedule": "eager_1f1b"},
         batch={"global_batch": 16, "micro_batch": 1},
         optimizer={"learning_rate": 1e-3, "warmup_steps": 40},
-        compress={"backward_rank": 64, "data": "0,1", "data_rank": 64},
+        compress={"backward": {"rank": 64}, "data": {"stages": "0,1", "rank": 64}},
         run={"steps": 300, "out": "runs/frontier", "eval_batches": 16},
     )

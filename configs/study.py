@@ -1,7 +1,7 @@
 """A small GPT over bytes on a (2, 4, 1) mesh: what `make study` trains again and again, compressed in different ways.
 
-Ranks are a quarter of the full one, about what makes messages of this size twice as small. compress.data names the
-stages of the run with selective stage compression; what else a run compresses is paxtrain.study's to say.
+Ranks are a quarter of the full one, about what makes messages of this size twice as small. compress.data.stages names
+those of the run with selective stage compression; what else a run compresses is paxtrain.study's to say.
 """
 
 from ml_collections import ConfigDict
@@ -16,6 +16,10 @@ def get_config() -> ConfigDict:
         pipeline={"schedule": "eager_1f1b"},
         batch={"global_batch": 32, "micro_batch": 2},
         optimizer={"learning_rate": 2e-3, "warmup_steps": 40},
-        compress={"backward_rank": 16, "forward_rank": 16, "data": "0,1", "data_rank": 16, "data_start": 0.1},
+        compress={
+            "backward": {"rank": 16},
+            "forward": {"rank": 16},
+            "data": {"stages": "0,1", "rank": 16, "start": 0.1},
+        },
         run={"steps": 300, "out": "runs/study", "eval_every": 50, "eval_batches": 8},
     )

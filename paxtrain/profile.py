@@ -39,7 +39,7 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
     trainer = trainer_of(config, mesh)
     checks.check(trainer.compression)
     state = trainer.init(config.run.seed)
-    if config.compress.data == "selective":
+    if config.compress.data.stages == "selective":
         chosen = stage_choice.choose(trainer, state)[0].chosen()
         ranks = tuple(trainer.compression.level if s in chosen else 0 for s in range(config.mesh.pipe))
         trainer = dataclasses.replace(trainer, stage_ranks=ranks)

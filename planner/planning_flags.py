@@ -31,20 +31,20 @@ _DECIDED = {
     "pipeline.save": "--saves={}",
     "batch.micro_batch": "--micro_batch={}",
     "batch.data_micro_batches": "--uneven_data=yes",
-    "compress.backward": "--compress={}",
-    "compress.backward_rank": "--backward_ranks={}",
-    "compress.backward_ranks": "--backward_ranks=16",
-    "compress.data": "--compress=data",
-    "compress.data_rank": "--data_ranks={}",
+    "compress.backward.messages": "--compress={}",
+    "compress.backward.rank": "--backward_ranks={}",
+    "compress.backward.ranks": "--backward_ranks=16",
+    "compress.data.stages": "--compress=data",
+    "compress.data.rank": "--data_ranks={}",
 }
 # What a plan sets to what suits its schedule and its links, without a flag.
 _SET = (
     "pipeline.idle",
-    "compress.backward_links",
-    "compress.forward_links",
-    "compress.stage_seconds",
-    "compress.reduce_seconds",
-    "compress.compressed_seconds",
+    "compress.backward.links",
+    "compress.forward.links",
+    "compress.data.stage_seconds",
+    "compress.data.reduce_seconds",
+    "compress.data.compressed_seconds",
 )
 # What neither a plan nor its prediction has: whole sections, of which some keys are read all the same, and single keys.
 _TRAINED = ("optimizer", "data", "checkpoint", "run", "profile")

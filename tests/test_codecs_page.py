@@ -22,7 +22,7 @@ pytestmark = pytest.mark.once
 FLAGS = [
     *("model.layers=4", "model.hidden=32", "model.heads=2", "model.sequence=32", "mesh.tensor=1", "mesh.data=4"),
     *("batch.global_batch=8", "batch.micro_batch=1", "run.eval_batches=1", "run.sample_tokens=0", "checkpoint.every=4"),
-    *("optimizer.warmup_steps=2", "optimizer.schedule=constant", "compress.data_start=0.0"),
+    *("optimizer.warmup_steps=2", "optimizer.schedule=constant", "compress.data.start=0.0"),
     *("compress.backward.codec=sparse:TopK", "compress.backward.options.share=0.2", "compress.data.codec=sparse:TopK"),
 ]
 
@@ -87,8 +87,9 @@ def test_the_page_s_codec_is_planned_by_flags_alone(home):
     run = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = plan.load(home / "runs" / "plan" / "plan.json").compress
-    assert (found.backward, found.backward_codec, found.backward_options) == ("epilogue", "sparse:TopK", {"share": 0.2})
-    assert found.data_codec == "sparse:TopK" and found.data_stages(4)
+    backward = found.backward
+    assert (backward.messages, backward.codec, backward.options) == ("epilogue", "sparse:TopK", {"share": 0.2})
+    assert found.data.codec == "sparse:TopK" and found.data.stages_of(4)
     assert "episparse:TopK+datasparse:TopK" in run.stdout
 
 

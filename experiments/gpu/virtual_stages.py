@@ -104,8 +104,8 @@ _LARGE = {
 }
 _SMALL = {"model.hidden": 32, "model.sequence": 16, "mesh.data": 1, "mesh.pipe": 2, "batch.global_batch": 4}
 _SMALL |= {"batch.micro_batch": 2, "run.steps": 3, "run.eval_every": 0, "run.eval_batches": 1}
-_SMALL |= {"optimizer.warmup_steps": 1, "model.layers": 2, "compress.backward_rank": 8, "compress.data_rank": 8}
-_SMALL |= {"compress.forward_rank": 8}
+_SMALL |= {"optimizer.warmup_steps": 1, "model.layers": 2, "compress.backward.rank": 8, "compress.data.rank": 8}
+_SMALL |= {"compress.forward.rank": 8}
 
 SECTION = Section(
     name="virtual_stages",

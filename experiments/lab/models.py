@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from paxtrain.config import Config, from_dict, to_dict
+from paxtrain.config.load import nested
 from planner.cost.candidate import Candidate
 from planner.cost.coded import coded
 from planner.search import layers
@@ -20,7 +21,7 @@ class Split:
 
     Attributes:
         mesh: data, pipe and tensor.
-        compress: section of the configuration; keys left out keep their defaults.
+        compress: values of the section by dotted key, such as ("backward.rank", 8); others keep their defaults.
     """
 
     mesh: tuple[int, int, int]
@@ -65,7 +66,7 @@ class Split:
                 "scan_layers": "on",  # compiles faster; devices take their time in any case
             },
             "batch": {"global_batch": self.global_batch, "micro_batch": self.micro_batch},
-            "compress": dict(self.compress),
+            "compress": nested(dict(self.compress)),
             "data": {"train": f"{data}/train", "validation": f"{data}/validation"},
             "optimizer": {"learning_rate": 2e-3, "warmup_steps": 20},
             "run": run,
@@ -80,7 +81,7 @@ class Split:
         """Return the split as a candidate of the planner."""
         c = self.config
         stages = c.mesh.pipe * self.chunks
-        data = c.compress.chosen("data")
+        data = c.compress.data.chosen
         return Candidate(
             data=c.mesh.data,
             pipe=c.mesh.pipe,
@@ -93,9 +94,9 @@ class Split:
             save=SAVE,
             scan_layers=c.pipeline.scan_layers,
             zero1=c.mesh.zero1,
-            backward=c.compress.chosen("backward"),
-            backward_rank=c.compress.backward_rank,
-            data_rank=0 if data == "none" else c.compress.data_rank,
+            backward=c.compress.backward.chosen,
+            backward_rank=c.compress.backward.rank,
+            data_rank=0 if data == "none" else c.compress.data.rank,
             coded=coded(c.compress),
         )
 

@@ -98,51 +98,51 @@ class Config:
         """Require that the compression fits the mesh and the model."""
         c, pipe = self.compress, self.mesh.pipe
         for direction in ("backward", "forward"):
-            codec = getattr(c, f"{direction}_codec")
-            setting = f"compress.{direction}.codec={codec}" if codec else f"compress.{direction}={c.chosen(direction)}"
+            part = c.at(direction)
+            setting = f"codec={part.codec}" if part.codec else f"messages={part.chosen}"
             require(
-                c.chosen(direction) == "none" or pipe > 1,
-                f"{setting} needs messages between stages, but mesh.pipe=1; choose mesh.pipe of 2 or more, or leave "
-                f"--config.compress.{direction} out",
+                part.chosen == "none" or pipe > 1,
+                f"compress.{direction}.{setting} needs messages between stages, but mesh.pipe=1; choose mesh.pipe of 2 "
+                f"or more, or leave --config.compress.{direction} out",
             )
         require(
-            c.embedding != "fused" or pipe > 1,
-            "compress.embedding=fused needs tied copies of the embedding on the first and the last stage, "
+            c.embedding.sync != "fused" or pipe > 1,
+            "compress.embedding.sync=fused needs tied copies of the embedding on the first and the last stage, "
             "but mesh.pipe=1 holds it once; choose auto",
         )
         require(
-            c.embedding == "auto" or self.model.tied_head,
-            f"compress.embedding={c.embedding} is about the embedding's tied copies, but model.tied_head=False; choose "
-            "auto",
+            c.embedding.sync == "auto" or self.model.tied_head,
+            f"compress.embedding.sync={c.embedding.sync} is about the embedding's tied copies, but "
+            "model.tied_head=False; choose auto",
         )
-        ranks = c.link_ranks(self.links)
+        ranks = c.backward.link_ranks(self.links)
         require(
             pipe == 1 or len(ranks) == self.links,
-            f"compress.backward_ranks={c.backward_ranks} names {len(ranks)} links, but there are {self.links} "
+            f"compress.backward.ranks={c.backward.ranks} names {len(ranks)} links, but there are {self.links} "
             f"between {pipe} stages",
         )
         for place in LINKED:
-            beyond = [link for link in c.links(place, self.links) if link >= self.links]
+            beyond = [link for link in c.at(place).on(self.links) if link >= self.links]
             require(
                 pipe == 1 or not beyond,
-                f"compress.{place}.links={getattr(c, f'{place}_links')} names link {max(beyond, default=0)}, but "
+                f"compress.{place}.links={c.at(place).links} names link {max(beyond, default=0)}, but "
                 f"mesh.pipe={pipe} has links 0 to {self.links - 1}",
             )
-        outside = [s for s in c.data_stages(pipe) if s >= pipe]
+        outside = [s for s in c.data.stages_of(pipe) if s >= pipe]
         require(
             not outside,
-            f"compress.data={c.data} names stage {max(outside, default=0)}, but mesh.pipe={pipe} has stages 0 to "
-            f"{pipe - 1}",
+            f"compress.data.stages={c.data.stages} names stage {max(outside, default=0)}, but mesh.pipe={pipe} has "
+            f"stages 0 to {pipe - 1}",
         )
-        for name, values in zip(SECONDS, c.seconds, strict=True):
+        for name, values in zip(SECONDS, c.data.seconds, strict=True):
             require(
                 not values or len(values) == pipe,
-                f"compress.{name} names {len(values)} stages, but mesh.pipe={pipe}",
+                f"compress.data.{name} names {len(values)} stages, but mesh.pipe={pipe}",
             )
 
     def _check_embedding(self) -> None:
         """Require that the embedding's gradients travel, if a codec is to encode them."""
-        codec, tied = self.compress.embedding_codec, self.model.tied_head and self.mesh.pipe > 1
+        codec, tied = self.compress.embedding.codec, self.model.tied_head and self.mesh.pipe > 1
         require(
             not codec or tied or self.mesh.data > self.groups,
             f"compress.embedding.codec={codec} needs gradients of the embedding that travel over data or between the "
@@ -162,11 +162,11 @@ class Config:
 
     def _check_inside(self) -> None:
         """Require that groups of data ranks that sum gradients as they are fit the mesh, and are asked for."""
-        inside, ranks = self.compress.data_inside, self.mesh.data // self.groups
+        inside, ranks = self.compress.data.inside, self.mesh.data // self.groups
         require(
-            inside == 1 or self.compress.chosen("data") != "none",
+            inside == 1 or self.compress.data.chosen != "none",
             f"compress.data.inside={inside} is about gradients that are compressed over data, but none are; choose "
-            "--config.compress.data.codec, or --config.compress.data=all for low rank",
+            "--config.compress.data.codec, or --config.compress.data.stages=all for low rank",
         )
         of = f"mesh.data={self.mesh.data}" if self.groups == 1 else f"the {ranks} data ranks that train together"
         require(
@@ -176,7 +176,7 @@ class Config:
 
     def _check_weights(self) -> None:
         """Require that weights are gathered over the data ranks that train together, if a codec is to encode them."""
-        codec, data, groups = self.compress.weights_codec, self.mesh.data, self.groups
+        codec, data, groups = self.compress.weights.codec, self.mesh.data, self.groups
         what, would = "gathered over data", "mesh.data of 2 or more"
         if groups > 1:
             what = f"gathered over data inside a group, and outer.every={self.outer.every} makes {groups} groups of "
@@ -271,8 +271,8 @@ def check_groups(outer: OuterConfig, steps: int, layers: int, batch: BatchConfig
     """
     if not outer.every:
         require(
-            not compress.outer_codec,
-            f"compress.outer.codec={compress.outer_codec} needs groups that train apart; choose --config.outer.every",
+            not compress.outer.codec,
+            f"compress.outer.codec={compress.outer.codec} needs groups that train apart; choose --config.outer.every",
         )
         return
     require(
@@ -290,14 +290,15 @@ def check_groups(outer: OuterConfig, steps: int, layers: int, batch: BatchConfig
         f"outer.fragments={outer.fragments} is more than model.layers={layers}; a fragment has whole layers, so "
         f"{layers} or fewer would fit",
     )
-    for name, value, known in (
-        ("data", compress.data, "a list of stages"),
-        ("data_adapt_every", "" if not compress.data_adapt_every else "selective", "0"),
+    data = compress.data
+    for setting, given, known in (
+        (f"stages={data.stages}", data.stages == "selective", "a list of stages"),
+        (f"adapt_every={data.adapt_every}", data.adapt_every > 0, "0"),
     ):
         require(
-            value != "selective",
-            f"compress.{name}={getattr(compress, name)} is decided by all data ranks together, but with outer.every="
-            f"{outer.every} groups train apart; choose {known}",
+            not given,
+            f"compress.data.{setting} is decided by all data ranks together, but with outer.every={outer.every} groups "
+            f"train apart; choose {known}",
         )
 
 

@@ -7,12 +7,12 @@ import sys
 import traceback
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from paxtrain.config.checks import require, shown
-from paxtrain.config.compress import CompressConfig
+from paxtrain.config.compress import CompressConfig, moved
 from paxtrain.config.config import Config
-from paxtrain.config.options import CodecOptions, flat, flat_section
+from paxtrain.config.options import CodecOptions
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
 
@@ -33,10 +33,12 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
     items = getattr(values, "items", None)  # a ConfigDict is no Mapping
     if items is None:
         raise UserError(f"{path or 'the configuration'} must be a mapping, got {shown(values)}")
-    hints = typing.get_type_hints(cls)
+    hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if typing.get_origin(hint) is not ClassVar}
     kwargs: dict[str, object] = {}
-    for key, value in (flat_section(dict(items())) if cls is CompressConfig else dict(items())).items():
+    for key, value in dict(items()).items():
         name = f"{path}.{key}" if path else key
+        if cls is CompressConfig and not hasattr(value, "items") and (new := moved(key)):
+            raise UserError(f"{name}={shown(value)} is written {path}.{new} now")
         require(key in hints, f"unknown configuration key {name}; known here: {', '.join(sorted(hints))}")
         hint = hints[key]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -94,6 +96,28 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def nested(given: Mapping[str, Any], values: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return values by dotted key, such as {"mesh.pipe": 2}, as the nested dict of sections that `from_dict` reads.
+
+    Args:
+        given: values by dotted key.
+        values: nested dict that they replace values of, in place; None: an empty one.
+
+    Raises:
+        UserError: a key goes through a value.
+    """
+    values = {} if values is None else values
+    for key, value in given.items():
+        *sections, last = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise UserError(f"unknown configuration key {key}; {section} is a value, not a section")
+        place[last] = value
+    return values
+
+
 def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """Return the configuration of a file, with some of its values replaced.
 
@@ -117,12 +141,4 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config
         if not callable(found.get("get_config")):
             raise UserError(f"{path} defines no get_config(); write it as configs/tiny.py does")
         values = found["get_config"]().to_dict()
-    for key, value in (overrides or {}).items():
-        *sections, last = flat(key).split(".")
-        place = values
-        for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise UserError(f"unknown configuration key {key}; {section} is a value, not a section")
-        place[last] = value
-    return from_dict(values)
+    return from_dict(nested(overrides or {}, values))

@@ -168,6 +168,19 @@ def _is_deep(values: object) -> bool:
     return any(isinstance(each, dict | list) for each in level)
 
 
+def _check_whole(name: str, section: dict[str, Any], given: dict[str, Any]) -> None:
+    """Require that all values of a section are given, which a plan says.
+
+    Raises:
+        UserError: some are not.
+    """
+    if missing := [key for key in section if key not in given]:
+        raise UserError(f"{name} leaves out {', '.join(missing)}; a plan says all of {', '.join(section)}")
+    for key, value in section.items():
+        if isinstance(value, dict) and key != "options":  # those of codecs have defaults of their own
+            _check_whole(f"{name}.{key}", value, given[key])
+
+
 def from_json(values: object) -> Plan:
     """Return the plan that JSON values describe.
 
@@ -191,10 +204,8 @@ def from_json(values: object) -> Plan:
         if key not in values:
             raise UserError(f"the section {key} is missing")
     arguments: dict[str, Any] = {key: read_section(cls, values[key], key) for key, cls in _SECTIONS.items()}
-    for key, cls in _SECTIONS.items():
-        fields = [field.name for field in dataclasses.fields(cls)]
-        if missing := [name for name in fields if name not in values[key]]:
-            raise UserError(f"{key} leaves out {', '.join(missing)}; a plan says all of {', '.join(fields)}")
+    for key in _SECTIONS:
+        _check_whole(key, dataclasses.asdict(arguments[key]), values[key])
     for key, kind in kinds.items():
         if key not in values:
             continue

@@ -57,7 +57,7 @@ class GroupExchange:
             UserError: there is none of the configured name, or its options do not fit.
         """
         c = self.layout.config.compress
-        return named_reducer(c, "outer") if c.outer_codec else None
+        return named_reducer(c, "outer") if c.outer.codec else None
 
     @property
     def shard(self) -> Shard:
@@ -111,7 +111,7 @@ class GroupExchange:
         require_parts(self.reducer, [(shape, self.shard) for shape in kernels])
         if not any(self.places):
             raise UserError(
-                f"compress.outer.codec={c.outer_codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
+                f"compress.outer.codec={c.outer.codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
                 f"(compress.min_ratio) in {self.groups} equal parts; choose other options or a smaller min_ratio"
             )
 

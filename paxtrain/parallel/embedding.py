@@ -36,7 +36,7 @@ def scatter_dim(layout: Layout) -> int:
         layout: Layout of the parameters.
     """
     data, dim = layout.config.mesh.data, max(layout.data_dims()["embedding"]["token"] - 1, -1)
-    if layout.config.compress.embedding == "unfused" or data == 1:
+    if layout.config.compress.embedding.sync == "unfused" or data == 1:
         return -1
     return dim if dim >= 0 else next((d for d, n in enumerate(table_shape(layout)) if n % data == 0), -1)
 
@@ -221,7 +221,7 @@ class TableCodec:
             return found
         if reducer.takes(self.shape, self.shard, min_ratio):
             return ""
-        codec = self.layout.config.compress.embedding_codec
+        codec = self.layout.config.compress.embedding.codec
         parts = f" in {self.shard.ranks} equal parts" if self.shard.ranks > 1 else ""
         return (
             f"compress.embedding.codec={codec} does not make the table of {' x '.join(map(str, self.shape[-2:]))} on a "

@@ -41,9 +41,9 @@ class StageRanks:
     def of(cls, config: Config, chosen: Ranks) -> Self:
         """Return the ranks of a new run that compresses with the ranks `chosen`, by stage."""
         c = config.compress
-        rule = AdaptiveRank(c.data_rank_min, c.data_rank, c.residual_low, c.residual_high)
-        start = start_step(c.data_start, config.run.steps) if any(chosen) else 0
-        return cls(chosen, start, c.data_adapt_every, rule, chosen, (0,) * len(chosen), [0.0] * len(chosen))
+        rule = AdaptiveRank(c.data.rank_min, c.data.rank, c.data.residual_low, c.data.residual_high)
+        start = start_step(c.data.start, config.run.steps) if any(chosen) else 0
+        return cls(chosen, start, c.data.adapt_every, rule, chosen, (0,) * len(chosen), [0.0] * len(chosen))
 
     def at(self, step: int) -> Ranks:
         """Return the ranks of a step; the first step is 1."""

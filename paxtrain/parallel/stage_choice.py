@@ -160,7 +160,7 @@ def measure(trainer: Trainer, state: TrainState) -> StageTimes:
 
 def choose(trainer: Trainer, state: TrainState) -> tuple[StageTimes, str]:
     """Return the stages' times, and "given" if the configuration states them or "measured"."""
-    given = trainer.config.compress.seconds
+    given = trainer.config.compress.data.seconds
     if given[0]:
         return StageTimes(*given), "given"
     return measure(trainer, state), "measured"

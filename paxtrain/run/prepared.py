@@ -213,19 +213,15 @@ class PreparedRun:
             return
         self._ranks = StageRanks.of(self.config, tuple(compression["ranks"]["chosen"]))
         self._ranks.resume(compression["ranks"])
-        if self.config.compress.low_rank("data"):
+        if self.config.compress.data.low_rank:
             self.say(f"ranks over data, by stage: {', '.join(map(str, self._ranks.current))}")
 
     @property
     def _rank_rule(self) -> Meta:
         """The settings that decide the ranks over data."""
-        names = [
-            *("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every", "data_inside"),
-            *("residual_low", "residual_high", "stage_seconds", "reduce_seconds", "compressed_seconds"),
-        ]
-        compress = self.config.compress
-        names += [] if compress.low_rank("data") else ["data_codec", "data_options"]
-        return {name: getattr(compress, name) for name in names}
+        data = self.config.compress.data
+        unused = ("codec", "options") if data.low_rank else ()
+        return {name: value for name, value in vars(data).items() if name not in unused}
 
     def _wanted(self, abstract: dict[str, Tree]) -> Wanted:
         """Return the function that selects the keys to read: all, or all except the state of the compression."""
@@ -288,7 +284,7 @@ class PreparedRun:
         """Choose the stages that compress over data, unless the checkpoint has chosen them."""
         if self._ranks is None:
             chosen = self.trainer.compression.stages
-            if self.config.compress.data == "selective" and self.trainer.compression.reducer is not None:
+            if self.config.compress.data.stages == "selective" and self.trainer.compression.reducer is not None:
                 times, source = stage_choice.choose(self.trainer, state)
                 stages = times.chosen()
                 chosen = tuple(self.trainer.compression.level if s in stages else 0 for s in range(len(chosen)))

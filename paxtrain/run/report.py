@@ -74,7 +74,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequ
 
 def _compression(trainer: Trainer, levels: Sequence[int]) -> list[tuple[str, str]]:
     """Return the rows about compression, with the stages that `selective` has chosen."""
-    if trainer.config.compress.data != "selective":
+    if trainer.config.compress.data.stages != "selective":
         return trainer.compression.describe()
     stages = [stage for stage, level in enumerate(levels) if level]
     rows = trainer.compression.describe(stages)

@@ -68,7 +68,7 @@ def train(
         config: Configuration; its `run.out` is the folder of checkpoints and metrics, from which training continues.
         plan: Plan that overrides mesh, pipeline, batch and compression, or what `planner.plan` returned.
         codec: Codec of the gradients between stages, which `compress.Codec` describes, in place of the one that the
-            configuration names. Its compress.backward says which gradients go through the codec; with a codec the
+            configuration names. Its compress.backward.messages says which gradients go through it; with a codec the
             default "none" means "all".
         quiet: Whether to print nothing.
 

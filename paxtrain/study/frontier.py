@@ -106,8 +106,7 @@ def points(codecs: Sequence[str], compress: CompressConfig, place: str) -> list[
     """
     found = [point for point in POINTS if point.codec in codecs]
     for codec in dict.fromkeys(codec for codec in codecs if codec not in CODECS):
-        named = getattr(compress, f"{place}_codec") == codec
-        options = getattr(compress, f"{place}_options") if named else {}
+        options = compress.at(place).options if compress.at(place).codec == codec else {}
         given = ", ".join(f"{name}={value}" for name, value in options.items())
         found.append(Point(f"{codec} ({given})" if given else codec, codec, options))
     return found
@@ -126,21 +125,19 @@ def variants(
     """
     own, config = config.compress, shortened(config, steps)
     # Compression over data from the first step on, so that each variant is one program.
-    c = dataclasses.replace(bare(config.compress), data_start=0.0, embedding="auto", backward_ranks="")
+    c = bare(config.compress).changed(data={"start": 0.0}, embedding={"sync": "auto"}, backward={"ranks": ""})
     found = [Variant(DENSE, DENSE, dataclasses.replace(config, compress=c))]
     for axis in axes:
         place = AXES[axis].place
         for point in points(codecs, own, place):
-            changes: dict[str, Any] = {place: "all"}
+            part = own.at(place)
+            changes: dict[str, Any] = {part.asked: "all"}
             if point.rank:
-                changes |= {f"{place}_rank": point.rank, "data_rank_min": 1}
+                changes["rank"] = point.rank
             else:
-                changes |= {f"{place}_codec": point.codec, f"{place}_options": CodecOptions(point.options)}
-            if place == "data":
-                changes["data_inside"] = own.data_inside
-            if place in LINKED:
-                changes[f"{place}_links"] = getattr(own, f"{place}_links")
-            compress = dataclasses.replace(c, **changes)
+                changes |= {"codec": point.codec, "options": CodecOptions(point.options)}
+            changes |= {"inside": part.inside, "rank_min": 1} if place == "data" else {"links": part.links}
+            compress = c.changed(**{place: changes})
             name = f"{axis}: {point.label}"
             found.append(Variant(name, point.label, dataclasses.replace(config, compress=compress)))
     return found
@@ -353,7 +350,7 @@ _MODEL = (
 
 def _which(trained: Sequence[Variant]) -> str:
     """Return which messages go through codecs, in words."""
-    given = {(getattr(one.config.compress, f"{place}_links"), place) for one in trained for place in LINKED}
+    given = {(one.config.compress.at(place).links, place) for one in trained for place in LINKED}
     links = [f"links {some} ({place})" for some, place in sorted(given) if some]
     return f"Every message of an axis on {' and '.join(links)}" if links else "Every message of an axis"
 

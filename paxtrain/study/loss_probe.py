@@ -12,7 +12,7 @@ from typing import Any
 
 from paxtrain.config import Config
 from paxtrain.config.compress import LOW_RANK
-from paxtrain.config.options import PLACES, PROBED, CodecOptions
+from paxtrain.config.options import NO_OPTIONS, PLACES, PROBED
 from paxtrain.errors import UserError
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import FILE, WORDS, LossProbe, ProbedCodec
@@ -66,9 +66,13 @@ def settled(config: Config, steps: int) -> Config:
     require_alike(config)
     c = config.compress
     # Over data from the first step on, so that each run is one program.
-    changes: dict[str, Any] = {"data_start": 0.0, "data_adapt_every": 0, "embedding": "auto", "error": c.error}
-    changes["backward_ranks"] = ""  # each run has one rank
-    return shortened(dataclasses.replace(config, compress=dataclasses.replace(bare(c), **changes)), steps)
+    changed = bare(c).changed(
+        data={"start": 0.0, "adapt_every": 0},
+        embedding={"sync": "auto"},
+        error=c.error,
+        backward={"ranks": ""},  # each run has one rank
+    )
+    return shortened(dataclasses.replace(config, compress=changed), steps)
 
 
 def variants(
@@ -94,24 +98,20 @@ def variants(
         for codec in (codec for codec in dict.fromkeys(codecs) if ranked or codec != LOW_RANK):
             for rank in dict.fromkeys(ranks) if codec == LOW_RANK else (0,):
                 one = _codec(own, place, codec, rank)
-                changes: dict[str, Any] = {place: "all"} if ranked else {}
-                changes |= {"data_inside": own.compress.data_inside} if place == "data" else {}
-                if rank:
-                    changes |= {f"{place}_rank": rank}
-                    changes |= {"data_rank_min": min(rank, own.compress.data_rank_min)} if place == "data" else {}
-                else:
-                    changes |= {f"{place}_codec": codec, f"{place}_options": one.options}
-                compress = dataclasses.replace(config.compress, **changes)
-                changed = dataclasses.replace(config, compress=compress)
+                part = own.compress.at(place)
+                changes: dict[str, Any] = {part.asked: "all"} if ranked else {}
+                changes |= {"rank": rank} if rank else {"codec": codec, "options": one.options}
+                if place == "data":
+                    changes |= {"inside": part.inside, "rank_min": min(rank or part.rank_min, part.rank_min)}
+                changed = dataclasses.replace(config, compress=config.compress.changed(**{place: changes}))
                 found.append(Variant(f"{place}: {one.label}", f"{one.label}, {WORDS[place]}", changed))
     return found
 
 
 def _codec(own: Config, place: str, codec: str, rank: int) -> ProbedCodec:
     """Return a codec at a place, before it has losses."""
-    named = getattr(own.compress, f"{place}_codec") == codec
-    options = getattr(own.compress, f"{place}_options") if named else CodecOptions()
-    return ProbedCodec(place, codec, (), rank, options)
+    part = own.compress.at(place)
+    return ProbedCodec(place, codec, (), rank, part.options if part.codec == codec else NO_OPTIONS)
 
 
 def probed(config: Config, trained: Sequence[Variant], outcomes: list[VariantResult]) -> LossProbe:
@@ -134,13 +134,12 @@ def probed(config: Config, trained: Sequence[Variant], outcomes: list[VariantRes
         )
     for variant in trained[1:]:
         place = variant.name.partition(":")[0]
-        c = variant.config.compress
-        low = c.low_rank(place)
-        codec = LOW_RANK if low else getattr(c, f"{place}_codec")
+        part = variant.config.compress.at(place)
+        ranked = place in PLACES and part.low_rank
         losses = tuple(x / 100 for x in differences(runs, variant.name, _DENSE))
         if all(map(math.isfinite, losses)):
-            rank = getattr(c, f"{place}_rank") if low else 0
-            codecs.append(ProbedCodec(place, codec, losses, rank, getattr(c, f"{place}_options")))
+            codec, rank = (LOW_RANK, part.rank) if ranked else (part.codec, 0)
+            codecs.append(ProbedCodec(place, codec, losses, rank, part.options))
     return LossProbe(
         model=dataclasses.asdict(config.model),
         mesh=(config.mesh.data, config.mesh.pipe),

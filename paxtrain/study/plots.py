@@ -367,7 +367,7 @@ def draw(config: Config, outcomes: list[VariantResult], out: pathlib.Path) -> di
             "micro-batch to the next, or that means are near zero. Errors have none: LayerNorm's backward removes it.",
         ),
         "spectra.png": (
-            _spectra(runs, config.compress.backward_rank),
+            _spectra(runs, config.compress.backward.rank),
             "Singular values of the gradients that would be compressed, in the dense run; dashed: the rank of CB.",
         ),
     }

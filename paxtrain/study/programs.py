@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import NO_OPTIONS
 from paxtrain.parallel.compression.settled import State
 from paxtrain.parallel.ranks import Ranks
 from paxtrain.parallel.step import Trainer, TrainState
@@ -54,8 +54,8 @@ def at_ranks(trainer: Trainer, ranks: Ranks) -> Trainer:
     """
     if any(ranks):
         return dataclasses.replace(trainer, stage_ranks=ranks)
-    off: dict[str, Any] = {"data": "none", "data_codec": "", "data_options": CodecOptions(), "data_inside": 1}
-    config = dataclasses.replace(trainer.config, compress=dataclasses.replace(trainer.config.compress, **off))
+    off = {"stages": "none", "codec": "", "options": NO_OPTIONS, "inside": 1}
+    config = dataclasses.replace(trainer.config, compress=trainer.config.compress.changed(data=off))
     return dataclasses.replace(trainer, config=config, stage_ranks=None)
 
 

@@ -30,14 +30,13 @@ def variants(config: Config, ranks: Sequence[int], steps: int) -> list[Variant]:
         steps: optimizer steps of each run, over which the learning rate falls.
     """
     config = shortened(config, steps)
-    config = dataclasses.replace(
-        config, compress=dataclasses.replace(bare(config.compress), embedding="auto", backward_ranks="")
-    )
+    c = bare(config.compress).changed(embedding={"sync": "auto"}, backward={"ranks": ""})
+    config = dataclasses.replace(config, compress=c)
     found = [Variant(_DENSE, _DENSE, config)]
     for rank in dict.fromkeys(ranks):
         for error, word in _KINDS.items():
-            compress = dataclasses.replace(config.compress, backward="all", backward_rank=rank, error=error)
-            changed = dataclasses.replace(config, compress=compress)
+            compressed = c.changed(backward={"messages": "all", "rank": rank}, error=error)
+            changed = dataclasses.replace(config, compress=compressed)
             found.append(Variant(f"{rank} {error}", f"rank {rank} {word}", changed))
     return found
 

@@ -310,14 +310,14 @@ def _setting(config: Config, seeds: int) -> str:
     """Return the page's paragraph on the model and its training."""
     c, m, compress = config, config.model, config.compress
     message = f"{c.batch.micro_batch * m.sequence} x {m.hidden}"
-    dense = f" after the first {compress.data_start:.0%} of the steps" if compress.data_start else ""
+    dense = f" after the first {compress.data.start:.0%} of the steps" if compress.data.start else ""
     return (
         f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}, sequence {m.sequence}, "
         f"{m.dtype}) on a mesh of {c.mesh.data} data ranks x {c.mesh.pipe} stages, {c.pipeline.schedule}, "
         f"{c.micro_batches} micro-batches a step, {c.run.steps} steps of {c.batch.global_batch * m.sequence:,} tokens, "
         f"{seeds} seed{'s' if seeds > 1 else ''}. "
-        f"Messages between stages are {message} and travel with rank {compress.backward_rank} (activations "
-        f"{compress.forward_rank}); gradients over data with rank {compress.data_rank}{dense}."
+        f"Messages between stages are {message} and travel with rank {compress.backward.rank} (activations "
+        f"{compress.forward.rank}); gradients over data with rank {compress.data.rank}{dense}."
     )
 
 
@@ -336,11 +336,9 @@ collectives are taken to run over rings. Where compression over data starts late
 def _codecs(config: Config) -> str:
     """Return a line of `_WORDS` for each codec that the configuration names besides low rank."""
     places = {"backward": "gradients between stages", "forward": "activations between stages", "data": "over data"}
-    names = {
-        place: getattr(config.compress, f"{place}_codec") for place in places if not config.compress.low_rank(place)
-    }
+    names = {place: config.compress.at(place).codec for place in places if not config.compress.at(place).low_rank}
     places |= {"weights": "weights over data", "embedding": "the embedding's gradients"}
-    names |= {place: getattr(config.compress, f"{place}_codec") for place in ("weights", "embedding")}
+    names |= {place: config.compress.at(place).codec for place in ("weights", "embedding")}
     return "".join(
         f"- **{name}**: {places[place]} through this codec, with the embedding's synchronisation fused.\n"
         for place, name in names.items()

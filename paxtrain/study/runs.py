@@ -145,7 +145,7 @@ class Study:
                 self._say(f"{self._finished.aside} has the runs of an earlier start; --resume would have taken them")
             self._evaluate = pool.submit(self._compile_evaluation)
             # Those with two programs first, so that no long one is left at the end.
-            order = sorted(self.variants, key=lambda variant: variant.config.compress.chosen("data") == "none")
+            order = sorted(self.variants, key=lambda variant: variant.config.compress.data.chosen == "none")
             trained = {one: pool.submit(self._train, one) for one in dict.fromkeys(map(self._trained_as, order))}
             counted = {variant.name: pool.submit(self._count, variant) for variant in self.variants if self._counted}
             try:
@@ -168,8 +168,8 @@ class Study:
 
         def computed(one: Variant) -> Config:
             compress = one.config.compress
-            if compress.embedding == "unfused":
-                compress = dataclasses.replace(compress, embedding="fused")
+            if compress.embedding.sync == "unfused":
+                compress = compress.changed(embedding={"sync": "fused"})
             return dataclasses.replace(one.config, compress=compress)
 
         same = (one for one in self.variants if computed(one) == computed(variant))
@@ -236,7 +236,7 @@ class Study:
             seed: seed of the weights and of the order of the data.
         """
         compress = variant.config.compress
-        rank = compress.backward_rank if compress.low_rank("backward") else 0
+        rank = compress.backward.rank if compress.backward.low_rank else 0
         outcome = VariantResult(variant.name, variant.label, seed, rank, {})
         state = dataclasses.replace(self._first(seed), codec=self._empty(trainer)())
         outcome.validation[0] = self._untrained(seed)

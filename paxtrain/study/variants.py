@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paxtrain.config import CompressConfig, Config
-from paxtrain.config.options import LINKED, OTHERS, PLACES, CodecOptions
+from paxtrain.config.options import LINKED, NO_OPTIONS, OTHERS, PLACES
 from paxtrain.errors import UserError
 from paxtrain.parallel.stage_choice import StageTimes
 
@@ -30,11 +30,14 @@ class Variant:
 
 def bare(compress: CompressConfig) -> CompressConfig:
     """Return compression that compresses nothing, with the same ranks and thresholds."""
-    off: dict[str, Any] = {"backward": "none", "forward": "none", "data": "none", "embedding": "unfused"}
-    off |= {"error": "lazy", "data_inside": 1, **{f"{place}_links": "" for place in LINKED}}
-    for place in (*PLACES, *OTHERS):
-        off |= {f"{place}_codec": "", f"{place}_options": CodecOptions()}
-    return dataclasses.replace(compress, **off)
+    codec = {"codec": "", "options": NO_OPTIONS}
+    messages, data = {"messages": "none", "links": "", **codec}, {"stages": "none", "inside": 1, **codec}
+    return compress.changed(
+        **dict.fromkeys(LINKED, messages),
+        **dict.fromkeys(OTHERS, codec) | {"embedding": {"sync": "unfused", **codec}},
+        data=data,
+        error="lazy",
+    )
 
 
 def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
@@ -48,37 +51,34 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     """
     found: dict[str, Variant] = {}
 
-    def add(name: str, label: str, **changes: Any) -> None:
-        links = {f"{place}_links": getattr(config.compress, f"{place}_links") for place in LINKED if place in changes}
-        compress = dataclasses.replace(bare(config.compress), **changes, **links)
-        found[name] = Variant(name, label, dataclasses.replace(config, compress=compress))
+    own = config.compress
 
+    def add(name: str, label: str, **changes: Any) -> None:
+        changes |= {place: {"links": own.at(place).links, **changes[place]} for place in LINKED if place in changes}
+        found[name] = Variant(name, label, dataclasses.replace(config, compress=bare(own).changed(**changes)))
+
+    every, epilogue, fused = {"messages": "all"}, {"messages": "epilogue"}, {"sync": "fused"}
     add("dense", "dense")
-    add("cb_naive", "CB naive", backward="all", error="none")
-    add("cb", "CB", backward="all")
-    add("cb_epilogue", "CB epilogue", backward="epilogue")
-    add("cb_fe", "CB + FE", backward="epilogue", embedding="fused")
-    inside = {"data_inside": config.compress.data_inside}
-    add("cb_fe_sc", "CB + FE + SC", backward="epilogue", embedding="fused", data=config.compress.data, **inside)
-    add("everything", "everything", backward="all", forward="all", embedding="fused", data="all", **inside)
-    own = {place: getattr(config.compress, f"{place}_codec") for place in PLACES}
-    for place in (place for place in PLACES if not config.compress.low_rank(place)):
-        options = {f"{place}_options": getattr(config.compress, f"{place}_options")}
-        label = f"{own[place]} {_WORDS[place]}"
-        chosen = {place: config.compress.chosen(place), f"{place}_codec": own[place]}
+    add("cb_naive", "CB naive", backward=every, error="none")
+    add("cb", "CB", backward=every)
+    add("cb_epilogue", "CB epilogue", backward=epilogue)
+    add("cb_fe", "CB + FE", backward=epilogue, embedding=fused)
+    inside, stages = {"inside": own.data.inside}, own.data.stages
+    add("cb_fe_sc", "CB + FE + SC", backward=epilogue, embedding=fused, data={"stages": stages, **inside})
+    add("everything", "everything", backward=every, forward=every, embedding=fused, data={"stages": "all", **inside})
+    for place in (place for place in PLACES if not own.at(place).low_rank):
+        part = own.at(place)
+        chosen = {part.asked: part.chosen, "codec": part.codec, "options": part.options}
         chosen |= inside if place == "data" else {}
-        add(f"codec_{place}", label, embedding="fused", **chosen, **options)
-    if config.compress.weights_codec:
-        label = f"{config.compress.weights_codec} weights"
-        weights = {name: getattr(config.compress, name) for name in ("weights_codec", "weights_options")}
-        add("codec_weights", label, embedding="fused", **weights)
-    if config.compress.embedding_codec:
-        label = f"{config.compress.embedding_codec} embedding"
-        table = {name: getattr(config.compress, name) for name in ("embedding_codec", "embedding_options")}
-        add("codec_embedding", label, embedding="fused", **table)
+        add(f"codec_{place}", f"{part.codec} {_WORDS[place]}", embedding=fused, **{place: chosen})
+    for place in ("weights", "embedding"):
+        if (part := own.at(place)).codec:
+            codec = {"codec": part.codec, "options": part.options}
+            changes = {"embedding": fused} | {place: codec | (fused if place == "embedding" else {})}
+            add(f"codec_{place}", f"{part.codec} {place}", **changes)
     for rank in sweep:
-        if rank != config.compress.backward_rank:
-            add(f"cb_rank_{rank}", f"CB rank {rank}", backward="all", backward_rank=rank, backward_ranks="")
+        if rank != own.backward.rank:
+            add(f"cb_rank_{rank}", f"CB rank {rank}", backward={"rank": rank, "ranks": "", **every})
     return list(found.values())
 
 
@@ -142,14 +142,14 @@ def settled(config: Config) -> Config:
             "the study compares the errors of neighbouring micro-batches, but there is 1 per step; "
             f"batch.global_batch={2 * config.batch.global_batch} would make 2"
         )
-    if c.data_adapt_every:
-        raise UserError(f"the study keeps ranks as they are, got compress.data_adapt_every={c.data_adapt_every}; use 0")
-    data = c.data
-    if data == "selective" and c.seconds[0]:
-        data = ",".join(map(str, StageTimes(*c.seconds).chosen())) or "none"
+    if c.data.adapt_every:
+        raise UserError(f"the study keeps ranks as they are, got compress.data.adapt_every={c.data.adapt_every}; use 0")
+    data = c.data.stages
+    if data == "selective" and c.data.seconds[0]:
+        data = ",".join(map(str, StageTimes(*c.data.seconds).chosen())) or "none"
     if data in ("none", "selective"):
         raise UserError(
-            f"compress.data={c.data} does not say which stages the run with selective stage compression compresses; "
-            "name them, as --config.compress.data=0,1"
+            f"compress.data.stages={c.data.stages} does not say which stages the run with selective stage compression "
+            "compresses; name them, as --config.compress.data.stages=0,1"
         )
-    return dataclasses.replace(config, compress=dataclasses.replace(c, data=data))
+    return dataclasses.replace(config, compress=c.changed(data={"stages": data}))

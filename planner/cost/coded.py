@@ -179,7 +179,7 @@ class Coded:
         largest = largest_rank(n, k, max(min_ratio, 1e-9))
         if self.forward_rank <= largest:
             return ""
-        return too_large(f"compress.forward_rank={self.forward_rank}", f"messages are {n} x {k}", largest, min_ratio)
+        return too_large(f"compress.forward.rank={self.forward_rank}", f"messages are {n} x {k}", largest, min_ratio)
 
     def weights_problem(self, shapes: Sequence[tuple[int, int]], ranks: int, dtype: str) -> str:
         """Return why the trainer would refuse to gather weights through their codec; "" if it would not.
@@ -381,21 +381,21 @@ def coded(compress: CompressConfig, tied: bool = True) -> Coded:
     Raises:
         UserError: there is no such codec, or its options do not fit.
     """
-    others = [place for place in PLACES if not compress.low_rank(place)]
-    others += [place for place in OTHERS if getattr(compress, f"{place}_codec")]
-    rank = compress.forward_rank if compress.low_rank("forward") and compress.chosen("forward") != "none" else 0
+    others = [place for place in PLACES if not compress.at(place).low_rank]
+    others += [place for place in OTHERS if compress.at(place).codec]
+    rank = compress.forward.rank if compress.forward.low_rank and compress.forward.chosen != "none" else 0
     # "explicit" is another form of the same numbers as "lazy".
     feedback = CodecOptions({"error": "none"}) if compress.error == "none" else NO_OPTIONS
-    options = {place: feedback for place in ("backward", "forward") if compress.low_rank(place)}
+    options = {place: feedback for place in ("backward", "forward") if compress.at(place).low_rank}
     if not others:
-        return Coded(forward_rank=rank, inside=compress.data_inside, error=compress.error, options=_given(options))
+        return Coded(forward_rank=rank, inside=compress.data.inside, error=compress.error, options=_given(options))
     from compress.codec import Codec  # here, since it imports jax, which takes long
     from compress.codecs import named
     from compress.reducer import Reducer, Scattered
 
     made: dict[str, Any] = {}  # Codec, or Reducer in places of REDUCED
     for place in others:
-        name, given = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
+        name, given = compress.at(place).codec, compress.at(place).options
         try:
             reduces = place in REDUCED
             found = named.build(name, given, (Codec, Reducer) if reduces else (Codec,))
@@ -405,12 +405,12 @@ def coded(compress: CompressConfig, tied: bool = True) -> Coded:
         usual = {field.name: field.default for field in dataclasses.fields(found)}
         values = {key: getattr(found, key) for key in given}
         options[place] = CodecOptions({key: value for key, value in values.items() if value != usual[key]})
-    names = tuple((place, getattr(compress, f"{place}_codec")) for place in others)
+    names = tuple((place, compress.at(place).codec) for place in others)
     return Coded(
         **made,
         tied=tied,
         forward_rank=rank,
-        inside=compress.data_inside,
+        inside=compress.data.inside,
         error=compress.error,
         names=names,
         options=_given(options),

@@ -52,7 +52,7 @@ def candidate_of_config(config: Config) -> Candidate:
     """Return a configuration's mesh, batch, pipeline, compression and groups as the simulator takes them."""
     mesh, pipeline, compress = config.mesh, config.pipeline, config.compress
     together = mesh.data // config.groups
-    over_data = compress.over_data(together) != "none" and together > 1
+    over_data = compress.data.over(together) != "none" and together > 1
     return Candidate(
         data=mesh.data,
         pipe=mesh.pipe,
@@ -67,11 +67,11 @@ def candidate_of_config(config: Config) -> Candidate:
         zero1=mesh.zero1,
         sequence_parallel=mesh.sequence_parallel,
         reduce_dtype=mesh.reduce_dtype,
-        backward=compress.chosen("backward") if mesh.pipe > 1 else "none",
-        backward_rank=compress.backward_rank,
+        backward=compress.backward.chosen if mesh.pipe > 1 else "none",
+        backward_rank=compress.backward.rank,
         backward_links=_some(config, "backward"),
         forward_links=_some(config, "forward"),
-        data_rank=compress.data_rank if over_data else 0,
+        data_rank=compress.data.rank if over_data else 0,
         coded=coded(compress, config.model.tied_head),
         ranks=config.rank_micro_batches if config.uneven else (),
         outer=config.outer,
@@ -81,7 +81,7 @@ def candidate_of_config(config: Config) -> Candidate:
 
 def _some(config: Config, place: str) -> tuple[int, ...]:
     """Return the links on which messages of a place are compressed; () if they are on all."""
-    found = config.compress.links(place, config.links)
+    found = config.compress.at(place).on(config.links)
     return found if config.mesh.pipe > 1 and len(found) < config.links else ()
 
 

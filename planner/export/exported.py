@@ -171,7 +171,7 @@ def common(plan: Plan) -> list[str]:
             f"the {plan.outer.groups} groups, which train apart for {plan.outer.every} steps, train together, so the "
             "step takes longer than the plan says; a plan without outer.every would fit"
         )
-    if plan.compress.chosen("backward") != "none" or plan.compress.chosen("data") != "none":
+    if plan.compress.backward.chosen != "none" or plan.compress.data.chosen != "none":
         found.append("compressed messages stay uncompressed, so the step takes longer than the plan says")
     if not plan.hosts and plan.device_order and list(plan.device_order) != sorted(plan.device_order):
         found.append("the plan's cluster has no names of hosts, so host0, host1, ... stand for those of its file")

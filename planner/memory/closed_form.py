@@ -128,7 +128,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     """Return one configuration as a Shape of scalars, on GPUs of a compute capability; (0, 0) stands for CPUs."""
     groups, outer, config = config.groups, config.outer, config.of_group()
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
-    ranks = compress.link_ranks(config.links) if compress.chosen("backward") != "none" else ()
+    ranks = compress.backward.link_ranks(config.links) if compress.backward.chosen != "none" else ()
     return Shape(
         model=config.model.with_attention(capability),
         data=mesh.data,
@@ -144,8 +144,8 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         zero1=int(mesh.zero1),
         scan=int(pipeline.scans(counts)),
         backward_rank=max(ranks, default=0),
-        forward_rank=compress.forward_rank if compress.chosen("forward") != "none" else 0,
-        data_rank=compress.data_rank if compress.over_data(mesh.data) != "none" else 0,
+        forward_rank=compress.forward.rank if compress.forward.chosen != "none" else 0,
+        data_rank=compress.data.rank if compress.data.over(mesh.data) != "none" else 0,
         error=_ERRORS.index(compress.error),
         sequence_parallel=int(mesh.sequence_parallel),
         overlap=int(capability > (0, 0)),

@@ -11,6 +11,7 @@ are not compiled again.
 
 import csv
 import math
+import operator
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from absl import flags
 
 from paxtrain import command_line
 from paxtrain.config import Config, from_dict, to_dict
+from paxtrain.config.load import nested
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import SPECS
 from planner.memory import closed_form, compiled
@@ -32,13 +34,14 @@ LLAMAS, ALONE = 20, 5  # Llamas of all kinds, and more of them without a pipelin
 _SETS = ("label", "held out", "without a pipeline")
 # Fields of a model that only the labels of Llamas name.
 _LLAMA = ("family", "kv_heads", "intermediate", "tied_head")
-_FIELDS = (
+_SECTIONS = (
     ("model", ("vocab_size", "layers", "hidden", "heads", "sequence", "attention", *_LLAMA)),
     ("mesh", ("data", "pipe", "tensor", "zero1")),
     ("pipeline", ("schedule", "virtual_stages", "pipe_layers", "save", "scan_layers")),
     ("batch", ("global_batch", "micro_batch")),
-    ("compress", ("backward", "backward_rank", "error", "data", "data_rank")),
+    ("compress", ("backward.messages", "backward.rank", "error", "data.stages", "data.rank")),
 )
+_FIELDS = tuple(f"{section}.{name}" for section, names in _SECTIONS for name in names)
 
 
 class LabelRow(NamedTuple):
@@ -96,9 +99,9 @@ def _draw(rng: np.random.Generator, sizes: dict[str, tuple[int, ...]], lowest: f
         micro_batches = pick(4, 8, 12, 16) if schedule == "gpipe" else pipe * pick(1, 2, 3, 4)
         compress = {"error": pick("lazy", "explicit")}
         if pipe > 1 and rng.random() < 0.15:
-            compress |= {"backward": pick("epilogue", "all"), "backward_rank": pick(8, 16, 32)}
+            compress["backward"] = {"messages": pick("epilogue", "all"), "rank": pick(8, 16, 32)}
         if data > 1 and rng.random() < 0.12:
-            compress |= {"data": "all", "data_rank": pick(16, 32, 64)}
+            compress["data"] = {"stages": "all", "rank": pick(16, 32, 64)}
         values = {
             "model": {
                 "vocab_size": 1024 * round(math.exp(rng.uniform(math.log(2), math.log(64))) * hidden / 1024 + 0.5),
@@ -204,7 +207,7 @@ def make_labels(
 
 def _fields(config: Config) -> tuple:
     """Return the values of a configuration that a label keeps."""
-    return tuple(getattr(getattr(config, section), name) for section, names in _FIELDS for name in names)
+    return operator.attrgetter(*_FIELDS)(config)
 
 
 def write(rows: Sequence[LabelRow], path: pathlib.Path) -> None:
@@ -212,7 +215,7 @@ def write(rows: Sequence[LabelRow], path: pathlib.Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         answer = list(compiled.OracleMemory.__dataclass_fields__)
-        writer.writerow(["set", *(f"{section}.{name}" for section, names in _FIELDS for name in names), *answer])
+        writer.writerow(["set", *_FIELDS, *answer])
         for row in rows:
             figures = [getattr(row.memory, name) for name in answer]
             writer.writerow(
@@ -231,17 +234,15 @@ def read(path: pathlib.Path) -> list[LabelRow]:
     defaults, rows = Config(), []
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
-            values: dict[str, dict[str, Any]] = {section: {} for section, _ in _FIELDS}
-            for section, names in _FIELDS:
-                for name in names:
-                    default = getattr(getattr(defaults, section), name)
-                    text, kind = line.get(f"{section}.{name}", str(default)), type(default)
-                    values[section][name] = text == "True" if kind is bool else kind(text)
+            values: dict[str, Any] = {}
+            for name, default in zip(_FIELDS, _fields(defaults), strict=True):
+                text, kind = line.get(name, str(default)), type(default)
+                values[name] = text == "True" if kind is bool else kind(text)
             figures = {name: int(line[name]) for name in ("state", "temporary", "total")}
             answer = compiled.OracleMemory(
                 **figures, compile_seconds=float(line["compile_seconds"]), source=line["source"]
             )
-            rows.append(LabelRow(line["set"], from_dict(values), answer))
+            rows.append(LabelRow(line["set"], from_dict(nested(values)), answer))
     return rows
 
 

@@ -116,7 +116,7 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
     compress = read_section(CompressConfig, values["compress"], "compress")
     _reduce_dtype(values)
     for name, value, known in (
-        ("embedding", compress.embedding, ("auto", "fused")),
+        ("embedding.sync", compress.embedding.sync, ("auto", "fused")),
         ("factors", compress.factors, ("auto",)),
     ):
         if value not in known:
@@ -126,9 +126,9 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
     outer = read_section(OuterConfig, values.get("outer", {}), "outer")
     steps = read_section(RunConfig, values.get("run", {}), "run").steps
     check_groups(outer, steps, model.layers, batch, compress)
-    if compress.embedding == "fused" and not model.tied_head:
+    if compress.embedding.sync == "fused" and not model.tied_head:
         raise UserError(
-            "compress.embedding=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"
+            "compress.embedding.sync=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"
         )
     if (optimizer := read_section(OptimizerConfig, values.get("optimizer", {}), "optimizer").name) != "adamw":
         raise UserError(

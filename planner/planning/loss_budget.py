@@ -6,14 +6,14 @@ a configuration, and is searched like one. The quickest wins, and then gets a fu
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from paxtrain.config import CompressConfig, read_section
 from paxtrain.config.compress import LOW_RANK
-from paxtrain.config.options import LINKED, PLACES, PROBED, flat_section
+from paxtrain.config.options import LINKED, NO_OPTIONS, PROBED, CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec, excess
@@ -38,9 +38,10 @@ def read(options: PlanOptions) -> LossProbe:
     """
     probe = loss_probe_file.load(options.probe)
     for one in probe.codecs:
-        named = {f"{one.place}_codec": one.codec, f"{one.place}_options": dict(one.options)}
-        ranked = {f"{one.place}_rank": one.rank, "data_rank_min": 1}
-        coded(read_section(CompressConfig, ranked if one.rank else named, "compress"))
+        part: dict[str, Any] = {"codec": one.codec, "options": one.options}
+        if one.rank:
+            part = {"rank": one.rank, "rank_min": 1} if one.place == "data" else {"rank": one.rank}
+        coded(read_section(CompressConfig, {one.place: part}, "compress"))
     return probe
 
 
@@ -75,22 +76,19 @@ def configured(values: Values, combination: Combination) -> Values:
         values: sections of the user's configuration, nested.
         combination: codecs of the places; other places are dense.
     """
-    compress = flat_section(values["compress"]) | {"backward_ranks": "", "data_adapt_every": 0}
-    compress |= {f"{place}_links": "" for place in LINKED}
-    by_place: Mapping[str, ProbedCodec] = {one.place: one for one in combination}
-    for place in PROBED:
-        one = by_place.get(place)
-        named = one is not None and one.codec != LOW_RANK
-        compress |= {place: "all" if one is not None and place == "forward" else "none"} if place in PLACES else {}
-        compress |= {
-            f"{place}_codec": one.codec if one is not None and named else "",
-            f"{place}_options": dict(one.options) if one is not None and named else {},
-        }
-        if one is not None and one.rank:
-            compress[f"{place}_rank"] = one.rank
-    ranks = [by_place["data"].rank] if "data" in by_place and by_place["data"].rank else []
-    compress["data_rank_min"] = min([compress.get("data_rank_min", CompressConfig.data_rank_min), *ranks])
-    return {**values, "compress": compress}
+    compress = read_section(CompressConfig, values["compress"], "compress")
+    dense: dict[str, Any] = {"codec": "", "options": NO_OPTIONS}
+    parts = {place: {**dense, "messages": "none", "links": ""} for place in LINKED} | {"embedding": dense}
+    parts |= {"data": {**dense, "stages": "none", "adapt_every": 0}, "backward": {**parts["backward"], "ranks": ""}}
+    for one in combination:
+        parts[one.place] = parts[one.place] | ({"messages": "all"} if one.place == "forward" else {})
+        if one.codec != LOW_RANK:
+            parts[one.place] |= {"codec": one.codec, "options": CodecOptions(one.options)}
+        elif one.place == "data":
+            parts["data"] |= {"rank": one.rank, "rank_min": min(one.rank, compress.data.rank_min)}
+        else:
+            parts[one.place] |= {"rank": one.rank}
+    return {**values, "compress": dataclasses.asdict(compress.changed(**parts))}
 
 
 def allowed(options: PlanOptions, combination: Combination) -> PlanOptions:
@@ -167,7 +165,7 @@ def _require_undecided(values: Values) -> None:
     """
     compress = sections(values)[-1]
     for place in PROBED:
-        codec = getattr(compress, f"{place}_codec")
-        if codec or (place == "forward" and compress.forward != "none"):
-            setting = f"compress.{place}.codec={codec}" if codec else f"compress.forward={compress.forward}"
+        codec, messages = compress.at(place).codec, compress.forward.messages
+        if codec or (place == "forward" and messages != "none"):
+            setting = f"compress.{place}.codec={codec}" if codec else f"compress.forward.messages={messages}"
             raise UserError(f"--probe decides what is compressed, but the configuration has {setting}; leave it out")

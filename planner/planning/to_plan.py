@@ -1,11 +1,11 @@
 """Conversion of a candidate that the search found to a paxtrain.config.plan.Plan, which the trainer takes."""
 
-import dataclasses
 from typing import Any, TypedDict
 
 import numpy as np
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
+from paxtrain.config.compress import SECONDS
 from paxtrain.config.options import NO_OPTIONS
 from paxtrain.config.plan import Plan, PlannedGroups
 from paxtrain.schedule.schedules import parts
@@ -66,7 +66,7 @@ def sections(
     c, (schedule, in_flight) = candidate, parts(candidate.schedule)
     even = c.counts == layers.even(layer_count, c.pipe * c.chunks)
     stages = ",".join(map(str, np.flatnonzero(compressed).tolist()))
-    ranked = stages and compress.low_rank("data")
+    ranked, off = stages and compress.data.low_rank, _codecs(c, bool(stages))
     return {
         "mesh": MeshConfig(c.data, c.pipe, c.tensor, c.zero1, c.sequence_parallel, c.reduce_dtype),
         "pipeline": PipelineConfig(
@@ -78,24 +78,30 @@ def sections(
             scan_layers=c.scan_layers,
         ),
         "batch": BatchConfig(global_batch, c.micro_batch, ",".join(map(str, c.ranks))),
-        "compress": dataclasses.replace(
-            compress,
-            **_codecs(c, bool(stages)),
-            backward=c.backward,
-            forward=compress.forward if c.pipe > 1 else "none",
-            backward_rank=c.backward_rank if compress.low_rank("backward") else compress.backward_rank,
-            backward_ranks="",
-            backward_links=",".join(map(str, c.backward_links)),
-            forward_links=",".join(map(str, c.forward_links)),
+        "compress": compress.changed(
+            backward={
+                **off["backward"],
+                "messages": c.backward,
+                "rank": c.backward_rank if compress.backward.low_rank else compress.backward.rank,
+                "ranks": "",
+                "links": ",".join(map(str, c.backward_links)),
+            },
+            forward={
+                **off["forward"],
+                "messages": compress.forward.messages if c.pipe > 1 else "none",
+                "links": ",".join(map(str, c.forward_links)),
+            },
+            data={
+                **off["data"],
+                "stages": stages or "none",
+                "inside": c.inside if stages else 1,
+                "rank": c.data_rank if ranked else compress.data.rank,
+                "rank_min": min(compress.data.rank_min, c.data_rank) if ranked else compress.data.rank_min,
+                **dict.fromkeys(SECONDS, ""),
+            },
             # One stage has no tied copies to synchronize.
-            embedding="auto" if c.pipe == 1 else compress.embedding,
-            data=stages or "none",
-            data_inside=c.inside if stages else 1,
-            data_rank=c.data_rank if ranked else compress.data_rank,
-            data_rank_min=min(compress.data_rank_min, c.data_rank) if ranked else compress.data_rank_min,
-            stage_seconds="",
-            reduce_seconds="",
-            compressed_seconds="",
+            embedding={**off["embedding"], "sync": "auto" if c.pipe == 1 else compress.embedding.sync},
+            weights=off["weights"],
         ),
     }
 
@@ -106,8 +112,8 @@ def groups(candidate: Candidate) -> PlannedGroups | None:
     return PlannedGroups(outer.every, candidate.apart, outer.fragments, outer.overlap) if outer.every else None
 
 
-def _codecs(c: Candidate, data: bool) -> dict[str, Any]:
-    """Return the settings of codecs where nothing is compressed: a codec that is named would compress everything.
+def _codecs(c: Candidate, data: bool) -> dict[str, dict[str, Any]]:
+    """Return the settings of codecs by place where nothing is compressed: one that is named would compress everything.
 
     Args:
         c: the plan.
@@ -120,8 +126,7 @@ def _codecs(c: Candidate, data: bool) -> dict[str, Any]:
         "weights": c.zero1 and c.together > 1,
         "embedding": c.compresses_embedding,
     }
-    off = [place for place, needed in used.items() if not needed]
-    return {f"{place}_codec": "" for place in off} | {f"{place}_options": NO_OPTIONS for place in off}
+    return {place: {} if needed else {"codec": "", "options": NO_OPTIONS} for place, needed in used.items()}
 
 
 def decide(

@@ -316,14 +316,14 @@ def describe(decision: Decision, machines: Machines) -> str:
             f"save={pipeline.save}",
         )
     )
-    backward, data = compress.chosen("backward"), compress.chosen("data")
-    ranks = {"backward": compress.backward_rank, "data": compress.data_rank}
+    backward, data = compress.backward.chosen, compress.data.chosen
+    ranks = {"backward": compress.backward.rank, "data": compress.data.rank}
     words = {
-        place: f"at rank {rank}" if compress.low_rank(place) else f"by {getattr(compress, f'{place}_codec')}"
+        place: f"at rank {rank}" if compress.at(place).low_rank else f"by {compress.at(place).codec}"
         for place, rank in ranks.items()
     }
     between = f"{backward} gradients between stages {words['backward']}"
-    groups = f" between groups of {compress.data_inside} ranks" if compress.data_inside > 1 else ""
+    groups = f" between groups of {compress.data.inside} ranks" if compress.data.inside > 1 else ""
     over = f"gradients over data of stages {data} {words['data']}{groups}"
     parts = [between] * (backward != "none") + [over] * (data != "none")
     rows.append(("compressed", " and ".join(parts) or "nothing"))

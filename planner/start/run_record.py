@@ -52,9 +52,9 @@ def _unsaid(config: Config) -> str:
     if m.family != "gpt2" or m.ffn != 4 * m.hidden:
         of = f"{m.family} with a feed-forward part of {m.ffn}"
         return f"the model is a {of}, and a row's layers are GPT-2's with 4 x hidden"
-    between = mesh.pipe > 1 and any(compress.chosen(place) != "none" for place in ("backward", "forward"))
-    between = between or compress.embedding_codec != ""
-    over = mesh.data > 1 and (compress.over_data(mesh.data) != "none" or compress.weights_codec != "")
+    between = mesh.pipe > 1 and any(compress.at(place).chosen != "none" for place in ("backward", "forward"))
+    between = between or compress.embedding.codec != ""
+    over = mesh.data > 1 and (compress.data.over(mesh.data) != "none" or compress.weights.codec != "")
     if between or over:
         return "messages are compressed, and a row's are not"
     if config.pipeline.schedule.endswith(FILE):

@@ -39,7 +39,7 @@ class Main:
 
 DATA = {f"config.data.{name}": f"{{home}}/{name}" for name in ("train", "validation")}
 TRAINING = {"config": "{home}/config.py", "cpu_devices": "8", "config.run.out": "{out}/run"} | DATA
-STUDY = DATA | {"config.mesh.tensor": "1", "config.compress.data": "all", "config.compress.data_rank": "8"}
+STUDY = DATA | {"config.mesh.tensor": "1", "config.compress.data.stages": "all", "config.compress.data.rank": "8"}
 SCHEDULE = {"config.pipeline.schedule": "{home}/schedule.csv"}
 IMPORT = {f"config.model.{name}": str(value) for name, value in MODEL.items()}
 PLAN = {"model": "{home}/config.py", "cluster": "{home}/cluster.json", "out": "{out}/plan", "oracle": "no", "top": "3"}

@@ -11,6 +11,7 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import probe
 from paxtrain.xla import hlo
+from tests.compress_settings import nested
 
 FAST = {"xla_backend_optimization_level": 0}  # half the time to compile; the HLO is the same
 HIDDEN, SEQUENCE, VOCABULARY = 32, 16, 61
@@ -29,7 +30,7 @@ def config(
         "batch": {"global_batch": 2 * micro_batches * data, "micro_batch": 2},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
         "run": {"steps": 100},
-        "compress": compress,
+        "compress": nested(compress),
     })  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def assert_close(mine, right, tolerance=1e-5):
     assert not wrong, wrong
 
 
-FULL = {"backward": "all", "backward_rank": 32, "min_ratio": 0.0}
+FULL = {"backward_messages": "all", "backward_rank": 32, "min_ratio": 0.0}
 
 
 def by_pair(trained: Trainer) -> dict[tuple[int, int], int]:

@@ -107,8 +107,8 @@ BAD_CONFIGURATION = {
         ["model.hidden=12 / model.heads=4 leaves 3", "an even number"],
     ),
     "fused without a tie": (
-        ["model.tied_head=False", "compress.embedding=fused"],
-        ["compress.embedding=fused", "model.tied_head=False", "choose auto"],
+        ["model.tied_head=False", "compress.embedding.sync=fused"],
+        ["compress.embedding.sync=fused", "model.tied_head=False", "choose auto"],
     ),
     "vocabulary": (["model.vocab_multiple=1"], ["model.padded_vocab=257", "mesh.tensor=2", "tensor=1 or 257"]),
     "layers": (
@@ -146,26 +146,32 @@ BAD_CONFIGURATION = {
     "word for a truth value": (["mesh.zero1=perhaps"], ["--config.mesh.zero1=perhaps", "boolean"]),
     "word for another": (["mesh.sequence_parallel=yes"], ["--config.mesh.sequence_parallel=yes", "boolean"]),
     "compression without messages": (
-        ["compress.backward=all", "mesh.pipe=1", "mesh.data=4"],
-        ["compress.backward=all", "mesh.pipe=1", "mesh.pipe of 2 or more"],
+        ["compress.backward.messages=all", "mesh.pipe=1", "mesh.data=4"],
+        ["compress.backward.messages=all", "mesh.pipe=1", "mesh.pipe of 2 or more"],
     ),
     "fused without copies": (
-        ["compress.embedding=fused", "mesh.pipe=1", "mesh.data=4"],
+        ["compress.embedding.sync=fused", "mesh.pipe=1", "mesh.data=4"],
         ["tied copies", "choose auto"],
     ),
     "warm-up of a short run": (
         ["run.steps=30", "optimizer.warmup_steps=40"],
         ["optimizer.warmup_steps=40 does not fit into run.steps=30", "warmup_steps=3, or run.steps of 40 or more"],
     ),
-    "rank": (["compress.backward_rank=0", "compress.backward=all"], ["backward_rank must be positive", "0"]),
-    "rank too large": (
-        ["compress.backward=all", "compress.backward_rank=200"],
-        ["compress.backward_rank=200", "512 x 128", "the largest useful rank is 51"],
+    "rank": (
+        ["compress.backward.rank=0", "compress.backward.messages=all"],
+        ["compress.backward.rank must be positive", "0"],
     ),
-    "rank over data": (["compress.data=all"], ["compress.data_rank=128", "the largest useful rank is 42"]),
-    "stages": (["compress.data=0,2"], ["compress.data=0,2 names stage 2", "stages 0 to 1"]),
-    "stages as words": (["compress.data=early"], ["none, all, selective or stages", "'early'"]),
-    "ranks by link": (["compress.backward=all", "compress.backward_ranks=4,4"], ["names 2 links", "there are 1"]),
+    "rank too large": (
+        ["compress.backward.messages=all", "compress.backward.rank=200"],
+        ["compress.backward.rank=200", "512 x 128", "the largest useful rank is 51"],
+    ),
+    "rank over data": (["compress.data.stages=all"], ["compress.data.rank=128", "the largest useful rank is 42"]),
+    "stages": (["compress.data.stages=0,2"], ["compress.data.stages=0,2 names stage 2", "stages 0 to 1"]),
+    "stages as words": (["compress.data.stages=early"], ["none, all, selective or stages", "'early'"]),
+    "ranks by link": (
+        ["compress.backward.messages=all", "compress.backward.ranks=4,4"],
+        ["names 2 links", "there are 1"],
+    ),
     "links as words": (
         ["compress.backward.codec=int8", "compress.backward.links=slow"],
         ["compress.backward.links must be links", "'slow'"],
@@ -176,7 +182,7 @@ BAD_CONFIGURATION = {
     ),
     "links without a codec": (
         ["compress.backward.links=0"],
-        ["compress.backward.links=0 says where", "compress.backward is none"],
+        ["compress.backward.links=0 says where", "compress.backward.messages is none"],
     ),
     "no codec": (
         ["compress.backward.codec=int5"],
@@ -200,8 +206,8 @@ BAD_CONFIGURATION = {
     ),
     "options without a codec": (["compress.data.options.share=0.5"], ["options.share", "lowrank", "data.codec"]),
     "rank of another codec": (
-        ["compress.backward.codec=int8", "compress.backward_ranks=4"],
-        ["compress.backward_ranks=4 is of lowrank", "compress.backward.codec is int8"],
+        ["compress.backward.codec=int8", "compress.backward.ranks=4"],
+        ["compress.backward.ranks=4 is of lowrank", "compress.backward.codec is int8"],
     ),
     "codec without messages": (
         ["compress.backward.codec=int8", "mesh.pipe=1", "mesh.data=4"],
@@ -232,7 +238,7 @@ BAD_CONFIGURATION = {
         ["compress.data.codec=identity"],
         ["compress.data.codec=identity makes no kernel", "smaller min_ratio"],
     ),
-    "times": (["compress.stage_seconds=1,2"], ["must be given together"]),
+    "times": (["compress.data.stage_seconds=1,2"], ["must be given together"]),
     "kernels": (["compress.implementation=triton"], ["triton needs NVIDIA A100", "cpu", "auto or xla"]),
     "negative": (["run.steps=-5"], ["run.steps must be positive", "-5"]),
     "warm-up": (["optimizer.warmup_steps=600"], ["optimizer.warmup_steps=600", "run.steps=500"]),
@@ -246,9 +252,12 @@ BAD_CONFIGURATION = {
     "steps to profile from 0": (["profile=0:3"], ["profile=0:3", "counted from 1"]),
     "steps to profile without end": ([f"profile=1:{10**20}"], ["profile=1:", "run.steps=500"]),
     "steps to profile of thousands of digits": ([f"profile=1:{'9' * 5000}"], ["profile='1:9999", "10:13"]),
-    "stages of thousands of digits": ([f"compress.data={'9' * 5000}"], ["none, all, selective or stages"]),
-    "stages in digits of another script": (["compress.data=\u0660"], ["none, all, selective or stages", "'\u0660'"]),
-    "ranks beyond floats": ([f"compress.backward_ranks={10**400}"], ["compress.backward_ranks must be numbers"]),
+    "stages of thousands of digits": ([f"compress.data.stages={'9' * 5000}"], ["none, all, selective or stages"]),
+    "stages in digits of another script": (
+        ["compress.data.stages=\u0660"],
+        ["none, all, selective or stages", "'\u0660'"],
+    ),
+    "ranks beyond floats": ([f"compress.backward.ranks={10**400}"], ["compress.backward.ranks must be numbers"]),
     "number in digits of another script": (["model.hidden=\uff11\uff12\uff18"], ["--config.model.hidden=", "0 to 9"]),
     "number with an underline": (["model.hidden=1_2_8"], ["--config.model.hidden=1_2_8 is no number"]),
     "weight in digits of another script": (
@@ -293,6 +302,18 @@ BAD_CONFIGURATION = {
     "tokenizer that is none": (
         ["data.train={home}/first/train"],
         ["first/tokenizer.json is not a valid tokenizer.json"],
+    ),
+    "a flat name of older versions": (
+        ["compress.backward_rank=4"],
+        ["--config.compress.backward_rank is written --config.compress.backward.rank now"],
+    ),
+    "a value of older versions": (
+        ["compress.data=all"],
+        ["--config.compress.data is written --config.compress.data.stages now"],
+    ),
+    "an option of older versions": (
+        ["compress.backward.codec=int8", "compress.backward_options.block=32"],
+        ["--config.compress.backward_options.block is written --config.compress.backward.options.block now"],
     ),
     "separator outside the vocabulary": (["model.separator=257"], ["model.separator", "model.vocab_size=257"]),
     "separator that separates nothing": (

@@ -69,7 +69,7 @@ def test_a_process_that_is_late_everywhere_ends_nothing(tmp_path, monkeypatch, b
     home = corpus(tmp_path)
     shape = {"run__eval_every": 0, "run__sample_tokens": 0, "model__layers": 2, "optimizer__warmup_steps": 1}
     shape |= {"checkpoint__every": 0, "checkpoint__keep_every": 0}
-    selective = {"compress__data": "selective", "compress__data_rank": 4}
+    selective = {"compress__data_stages": "selective", "compress__data_rank": 4}
 
     def values(out, steps, **changes):
         return to_dict(configuration(home, tmp_path / out, run__steps=steps, **shape | changes))

@@ -25,19 +25,19 @@ from tests.paxtrain.training import losses, past
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("quiet_orbax")]
 STEPS, EVERY = 12, 4
 COMPRESS = {
-    "backward": "epilogue",
+    "backward_messages": "epilogue",
     "backward_rank": 4,
     "factors": "int8",
-    "data": "all",
+    "data_stages": "all",
     "data_rank": 8,
     "data_rank_min": 2,
     "data_start": 0.25,
     "data_adapt_every": 4,
-    "residual_low": 0.98,
-    "residual_high": 1.0,
+    "data_residual_low": 0.98,
+    "data_residual_high": 1.0,
     "embedding_codec": "int8",
 }
-NOTHING = {"compress__backward": "none", "compress__data": "none", "compress__embedding_codec": ""}
+NOTHING = {"compress__backward_messages": "none", "compress__data_stages": "none", "compress__embedding_codec": ""}
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_made_up_codec_trains_and_continues_bit_for_bit(home, tmp_path, capsys
     with pytest.raises(UserError, match=r"codec is TopK\(k=256, feedback=True\) there and TopK\(k=128, .* here"):
         finished(home, tmp_path / "run", codec=TopK(128), run__steps=9, **changes)
     with pytest.raises(UserError, match=r"codec is TopK\(k=256, feedback=True\) there and absent here"):
-        finished(home, tmp_path / "run", run__steps=9, **changes | {"compress__backward": "all"})
+        finished(home, tmp_path / "run", run__steps=9, **changes | {"compress__backward_messages": "all"})
 
 
 def test_codecs_without_a_state_may_change_and_a_line_says_so(home, tmp_path, capsys):
@@ -174,7 +174,7 @@ def test_groups_of_data_ranks_continue_bit_for_bit(home, tmp_path, capsys):
     """With the errors of their parts; other groups have errors of other parts, and are refused."""
     changes = {
         "mesh__data": 4,
-        "compress__backward": "none",
+        "compress__backward_messages": "none",
         "compress__data_codec": "int8",
         "compress__data_inside": 2,
         "compress__data_start": 0.0,
@@ -204,19 +204,23 @@ def test_other_link_ranks_are_refused_though_the_shapes_are_equal():
 
 def compression(ranks: str) -> Compression:
     return Compression(
-        Layout(from_dict({"mesh": {"pipe": 4}, "compress": {"backward": "all", "backward_ranks": ranks}}))
+        Layout(from_dict({"mesh": {"pipe": 4}, "compress": {"backward": {"messages": "all", "ranks": ranks}}}))
     )
 
 
 def test_ranks_start_anew_with_a_line_where_their_rule_changes(home, reference, tmp_path, capsys):
-    run, _ = finished(home, past(reference[0], tmp_path / "run", 8), compress__residual_low=0.5)
+    run, _ = finished(home, past(reference[0], tmp_path / "run", 8), compress__data_residual_low=0.5)
     assert "ranks over data start anew" in capsys.readouterr().out
     assert run.ranks.current == (4, 4)  # from the highest rank, halved after step 11; continued they would be at 2
 
 
 def test_ranks_of_codecs_without_state_start_anew_on_another_mesh(home, tmp_path, capsys):
     codec = {"compress__data_codec": "int8", "compress__data_options": {"feedback": False}}
-    changes = {"compress__backward": "none", "compress__embedding_codec": "", "compress__data_adapt_every": 0} | codec
+    changes = {
+        "compress__backward_messages": "none",
+        "compress__embedding_codec": "",
+        "compress__data_adapt_every": 0,
+    } | codec
     finished(home, tmp_path / "run", run__steps=4, **changes)
     run, _ = finished(home, tmp_path / "run", run__steps=8, mesh__pipe=1, **changes)
     assert "ranks over data start anew, because the mesh" in capsys.readouterr().out
@@ -224,16 +228,16 @@ def test_ranks_of_codecs_without_state_start_anew_on_another_mesh(home, tmp_path
 
 
 def test_selective_measures_or_takes_given_times(home, tmp_path, capsys):
-    given = {"stage_seconds": "1.0,0.2", "reduce_seconds": "0.5,0.5", "compressed_seconds": "0.1,0.1"}
+    given = {"data_stage_seconds": "1.0,0.2", "data_reduce_seconds": "0.5,0.5", "data_compressed_seconds": "0.1,0.1"}
     changes = {f"compress__{key}": value for key, value in given.items()}
     run, _ = finished(
-        home, tmp_path / "given", compress__data="selective", run__steps=4, checkpoint__every=0, **changes
+        home, tmp_path / "given", compress__data_stages="selective", run__steps=4, checkpoint__every=0, **changes
     )
     assert run.ranks.chosen == (8, 0)
     said = capsys.readouterr().out
     assert re.search("compressed over data +stages 0\n", said)
     assert re.search("gradients over data +selective, stages 0: rank 8", said)
-    run, _ = finished(home, tmp_path / "measured", compress__data="selective", run__steps=4, checkpoint__every=0)
+    run, _ = finished(home, tmp_path / "measured", compress__data_stages="selective", run__steps=4, checkpoint__every=0)
     said = capsys.readouterr().out
     assert "last backward ends (measured)" in said
     chosen = [s for s, rank in enumerate(run.ranks.chosen) if rank]
@@ -241,9 +245,9 @@ def test_selective_measures_or_takes_given_times(home, tmp_path, capsys):
 
 
 def test_selective_that_chooses_no_stage_says_so_in_both_tables(home, tmp_path, capsys):
-    given = {"stage_seconds": "1.0,0.2", "reduce_seconds": "0.1,0.1", "compressed_seconds": "0.5,0.5"}
+    given = {"data_stage_seconds": "1.0,0.2", "data_reduce_seconds": "0.1,0.1", "data_compressed_seconds": "0.5,0.5"}
     changes = {f"compress__{key}": value for key, value in given.items()}
-    run, _ = finished(home, tmp_path, compress__data="selective", run__steps=2, checkpoint__every=0, **changes)
+    run, _ = finished(home, tmp_path, compress__data_stages="selective", run__steps=2, checkpoint__every=0, **changes)
     assert run.ranks.chosen == (0, 0)
     said = capsys.readouterr().out
     assert said.count("no stage, because the step would not end sooner") == 2
@@ -254,10 +258,10 @@ def test_selective_that_chooses_no_stage_says_so_in_both_tables(home, tmp_path, 
 def test_measured_times_are_of_one_stage_at_a_time(home):
     """No collective outside the loop that only the chosen stage enters; and the rows that each stage waits for."""
     values = {"mesh": {"data": 2, "pipe": 2}, "model": {"layers": 2, "hidden": 32, "heads": 2, "dtype": "float32"}}
-    c = from_dict(values | {"compress": {"data": "all", "data_rank": 4}})
+    c = from_dict(values | {"compress": {"data": {"stages": "all", "rank": 4}}})
     trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:4]))
     assert stage_choice.finish_rows(trainer) == (trainer.schedule.rows, trainer.schedule.rows - 1)
-    late = from_dict(values | {"pipeline": {"schedule": "zb_h1"}, "compress": {"data": "all", "data_rank": 4}})
+    late = from_dict(values | {"pipeline": {"schedule": "zb_h1"}, "compress": {"data": {"stages": "all", "rank": 4}}})
     split = Trainer(late, trainer.mesh)  # gradients of weights come last, on all stages
     assert stage_choice.finish_rows(split) == (split.schedule.rows, split.schedule.rows)
     state = trainer.abstract_state()

@@ -13,6 +13,7 @@ from paxtrain.data.preparation import prepare
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.run import metrics
 from paxtrain.run.run import Run
+from tests.compress_settings import nested
 
 STEPS, EVERY = 120, 20
 SETTINGS = {
@@ -63,7 +64,7 @@ def configuration(*args, **changes):
     for name, value in settings(*args, **changes).items():
         section, key = name.split(".")
         sections.setdefault(section, {})[key] = value
-    return from_dict(sections)
+    return from_dict(sections | {"compress": nested(sections.get("compress", {}))})
 
 
 def curve(out):
@@ -100,7 +101,7 @@ def finished(values: dict[str, dict], changes: dict[str, Any], codec: Any = None
     for name, value in changes.items():
         section, key = name.split("__")
         values = values | {section: values[section] | {key: value}}
-    config = from_dict(values)
+    config = from_dict(values | {"compress": nested(values["compress"])})
     run = Run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]), codec=codec)
     states = []
     save = run.save

@@ -85,10 +85,10 @@ def test_a_plan_for_the_hosts_that_are_left(tmp_path):
 def test_one_stage_has_no_copies_of_the_embedding_to_synchronise(cluster_file, tmp_path):
     for pipe, embedding in ((1, "auto"), (2, "fused")):
         out = tmp_path / str(pipe)
-        chosen = [f"--pipe={pipe}", "--model.compress.embedding=fused", "--top=1", "--placed=1", "--compress=none"]
+        chosen = [f"--pipe={pipe}", "--model.compress.embedding.sync=fused", "--top=1", "--placed=1", "--compress=none"]
         run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={out}", *chosen)
         assert run.returncode == 0, run.stderr
-        assert plans.load(out / "plan.json").compress.embedding == embedding
+        assert plans.load(out / "plan.json").compress.embedding.sync == embedding
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
@@ -116,10 +116,10 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         "cannot load the configuration file": ["--model=configs/none.py"],
         "--gain must be a number": [cluster_flag, "--gain=nan"],
         "compress.factors=int8 is not planned for; plan": [cluster_flag, "--model.compress.factors=int8"],
-        "compress.forward_rank=1000 does not make anything 2 times smaller": [
+        "compress.forward.rank=1000 does not make anything 2 times smaller": [
             cluster_flag,
-            "--model.compress.forward=all",
-            "--model.compress.forward_rank=1000",
+            "--model.compress.forward.messages=all",
+            "--model.compress.forward.rank=1000",
             "--pipe=2",
         ],
         "--backward_ranks=100000 does not make anything 2 times smaller": [
@@ -150,9 +150,9 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         "cannot read the probe none.json": [cluster_flag, "--compress=auto", "--probe=none.json"],
         "--probe=none.json needs --compress=auto": [cluster_flag, "--probe=none.json"],
         "--loss_budget needs --probe": [cluster_flag, "--loss_budget=0.01"],
-        "compress.embedding=fused is about the embedding's tied copies": [
+        "compress.embedding.sync=fused is about the embedding's tied copies": [
             cluster_flag,
-            "--model.compress.embedding=fused",
+            "--model.compress.embedding.sync=fused",
             "--model.model.tied_head=False",
         ],
         "optimizer.name=muon is not planned for": [cluster_flag, "--model.optimizer.name=muon"],
@@ -167,11 +167,11 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         ],
         "--uneven_data=yes narrows the choice": [cluster_flag, "--model.batch.data_micro_batches=4,4,2,2"],
         "--model.pipeline.in_flight has no effect": [cluster_flag, "--model.pipeline.in_flight=6"],
-        "--model.compress.backward has no effect, since the planner decides it; --compress=epilogue narrows": [
+        "--model.compress.backward.messages has no effect, since the planner decides it; --compress=epilogue narrows": [
             cluster_flag,
-            "--model.compress.backward=epilogue",
+            "--model.compress.backward.messages=epilogue",
         ],
-        "--data_ranks=64 narrows the choice": [cluster_flag, "--model.compress.data_rank=64"],
+        "--data_ranks=64 narrows the choice": [cluster_flag, "--model.compress.data.rank=64"],
         "--model.pipeline.idle has no effect, since each plan sets pipeline.idle itself; leave it out": [
             cluster_flag,
             "--model.pipeline.idle=skip",

@@ -90,10 +90,10 @@ def _probe(line: dict) -> str:
 
 def _plan(line: dict) -> str:
     """Return what goes through which codec."""
-    stages = line["compress"].get("data", "none")
+    stages = line["compress"].get("data.stages", "none")
     some = stages.count(",") + 1 < experiment.BASE.mesh[1]
     which = {
-        "backward": "" if line["compress"].get("backward") == "all" else " of the epilogue",
+        "backward": "" if line["compress"].get("backward.messages") == "all" else " of the epilogue",
         "data": f" of stages {stages}" if some else "",
     }
     said = [f"{one.label} for {WORDS[one.place]}{which.get(one.place, '')}" for one in _codecs(line["codecs"])]

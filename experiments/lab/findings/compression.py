@@ -175,17 +175,17 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     where = f"{paper['share']:.0%} is what it takes" if paper else "One of the shares is what it takes"
     chosen = ", ".join(f"{_stages(line['selected'], pipe)} at {line['share']:.0%}" for line in lines)
     words = f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, width {width},
-    rank {all_["data_rank"]} over data. CB compresses the exposed gradients between stages with rank
-    {cb["backward_rank"]}, FE fuses the synchronisation of the tied embedding, and SC compresses the gradients over
+    rank {all_["data.rank"]} over data. CB compresses the exposed gradients between stages with rank
+    {cb["backward.rank"]}, FE fuses the synchronisation of the tied embedding, and SC compresses the gradients over
     data of the stages whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{ALL}"
-    compresses every message between stages, activations too, with rank {all_["backward_rank"]}, and all gradients
+    compresses every message between stages, activations too, with rank {all_["backward.rank"]}, and all gradients
     over data; "{experiment.INT8}" rounds all of these to 8 bits in blocks, "{experiment.MIXED}" the gradients over
     data to 4, with error feedback, "{experiment.GRADIENTS}" those between stages as well, and "{experiment.TABLE}" the
     embedding's, too, which all others synchronise as they are. "Captured" is the share
     that a kind removes of the time that links cost a dense step. The links are set so that communication takes a given
     share of a dense step, by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of
     Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each kind, taken in turn."""
-    return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward_rank'], all_['backward_rank'])}"
+    return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward.rank'], all_['backward.rank'])}"
 
 
 def _ranks(usual: int, small: int) -> str:

@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ SHARES = (0.5,)  # of a dense step that communication takes
 BUDGET = 0.01  # of dense training's loss
 DENSE, CHOSEN = "dense", "chosen"
 # Compression over data from the first step on, as the probe has it.
-BASE = dataclasses.replace(compression.SPLITS["dense"], compress=(("data_start", 0.0),))
+BASE = dataclasses.replace(compression.SPLITS["dense"], compress=(("data.start", 0.0),))
 PROBE, DONE = "probe", "losses done"
 _CODECS, _PROBED, _SEEDS = ("int8", "int4"), 40, 3  # codecs, steps and seeds of the probe
 _STEPS = 50  # of the training whose loss is held against the budget
@@ -100,16 +101,21 @@ def choose(cluster: Cluster, probe: pathlib.Path, seed: int) -> Choice:
     )
     found = planner.plan(BASE.config, cluster, options)
     compress = found.plan.compress
-    used = tuple(one for one in found.report.budgeted.codecs if compress.chosen(one.place) != "none")
+    used = tuple(one for one in found.report.budgeted.codecs if compress.at(one.place).chosen != "none")
     return Choice(_split(compress), used, found.ranked[0].host_order_seconds)
 
 
 def _split(compress: CompressConfig) -> Split:
     """Return the split that compresses so."""
-    usual = CompressConfig()
-    names = [field.name for field in dataclasses.fields(usual)]
-    changed = {name: getattr(compress, name) for name in names if getattr(compress, name) != getattr(usual, name)}
-    return dataclasses.replace(BASE, compress=tuple(changed.items()))
+
+    def flat(section: object, before: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in vars(section).items():
+            found |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {before + name: value}
+        return found
+
+    changed = flat(compress).items() - flat(CompressConfig()).items()
+    return dataclasses.replace(BASE, compress=tuple(sorted(changed)))
 
 
 def run(lab: Lab) -> None:

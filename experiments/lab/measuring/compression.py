@@ -25,22 +25,22 @@ from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 
 # With rank 16, 37% of so small a message, "everything" would gain little; with rank 4 CB alone costs 3% of the loss.
-_OFF = {"embedding": "unfused", "backward_rank": 4, "forward_rank": 4, "data_rank": 8, "data_start": 0.0}
-_CB = {"backward": "epilogue", "backward_rank": 16}
-_CODED = {"backward": "all", "forward": "all", "embedding": "fused", "data": "all"}
-_CODED |= {"backward_codec": "int8", "forward_codec": "int8"}
+_OFF = {"embedding.sync": "unfused", "backward.rank": 4, "forward.rank": 4, "data.rank": 8, "data.start": 0.0}
+_CB = {"backward.messages": "epilogue", "backward.rank": 16}
+_ALL = {"backward.messages": "all", "forward.messages": "all", "embedding.sync": "fused", "data.stages": "all"}
+_CODED = _ALL | {"backward.codec": "int8", "forward.codec": "int8"}
 SELECTIVE, INT8, MIXED, GRADIENTS = "CB+FE+SC", "int8", "int8, data int4", "int8, gradients int4"
 TABLE = "int8, all gradients int4"  # the embedding's, too
 KINDS = {
     "dense": {},
     "CB": _CB,
-    "CB+FE": _CB | {"embedding": "fused"},
-    SELECTIVE: _CB | {"embedding": "fused", "data": "all"},  # or fewer stages: `selected`
-    "everything": {"backward": "all", "forward": "all", "embedding": "fused", "data": "all"},
-    INT8: _CODED | {"data_codec": "int8"},
-    MIXED: _CODED | {"data_codec": "int4"},
-    GRADIENTS: _CODED | {"backward_codec": "int4", "data_codec": "int4"},
-    TABLE: _CODED | {"backward_codec": "int4", "data_codec": "int4", "embedding_codec": "int4"},
+    "CB+FE": _CB | {"embedding.sync": "fused"},
+    SELECTIVE: _CB | {"embedding.sync": "fused", "data.stages": "all"},  # or fewer stages: `selected`
+    "everything": _ALL,
+    INT8: _CODED | {"data.codec": "int8"},
+    MIXED: _CODED | {"data.codec": "int4"},
+    GRADIENTS: _CODED | {"backward.codec": "int4", "data.codec": "int4"},
+    TABLE: _CODED | {"backward.codec": "int4", "data.codec": "int4", "embedding.codec": "int4"},
 }
 # Trained with several seeds, of weights and of the order of samples; the others with the first one.
 SEEDED, SEEDS = ("dense", INT8, MIXED, GRADIENTS, TABLE), (0, 1, 2)
@@ -75,7 +75,7 @@ def selected(cluster: Cluster, split: Split | None = None) -> str:
 
 def splits(stages: str) -> dict[str, Split]:
     """Return the splits by kind, given the stages of selective compression."""
-    return SPLITS | {SELECTIVE: _split(KINDS[SELECTIVE] | {"data": stages})}
+    return SPLITS | {SELECTIVE: _split(KINDS[SELECTIVE] | {"data.stages": stages})}
 
 
 def _share(cluster: Cluster, model: ModelConfig, candidate: Candidate) -> float:

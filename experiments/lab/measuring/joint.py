@@ -24,7 +24,13 @@ from planner.search.space import Choices
 
 RANK = 8
 BACKWARD = ("none", "epilogue", "all")
-COMPRESSED = (("backward", "all"), ("backward_rank", RANK), ("data", "all"), ("data_rank", RANK), ("data_start", 0.0))
+COMPRESSED = (
+    ("backward.messages", "all"),
+    ("backward.rank", RANK),
+    ("data.stages", "all"),
+    ("data.rank", RANK),
+    ("data.start", 0.0),
+)
 
 
 def base(hosts: int, devices_per_host: int = 1) -> Split:
@@ -41,7 +47,7 @@ def _split(base: Split, candidate: Candidate, compressed: np.ndarray) -> Split:
     """Return the candidate as a split of the lab."""
     c = candidate
     stages = ",".join(map(str, np.flatnonzero(compressed)))
-    compress = dict(COMPRESSED) | {"backward": c.backward, "data": stages or "none"}
+    compress = dict(COMPRESSED) | {"backward.messages": c.backward, "data.stages": stages or "none"}
     dense = c.backward == "none" and not stages
     return dataclasses.replace(
         base,

@@ -27,14 +27,14 @@ from planner.cost.sizes import MASTER
 
 SCHEDULES = ("1f1b", "eager_1f1b")
 DENSE, SELECTIVE = "dense", "CB+FE+SC"
-_RANKS = {"backward_rank": 1, "data_rank": 48, "data_rank_min": 4, "data_start": 0.0}
-THERE = {"backward_rank": 16, "data_rank": 128}  # ranks of the paper
-_CB = {"backward": "epilogue"}
+_RANKS = {"backward.rank": 1, "data.rank": 48, "data.rank_min": 4, "data.start": 0.0}
+THERE = {"backward.rank": 16, "data.rank": 128}  # ranks of the paper
+_CB = {"backward.messages": "epilogue"}
 KINDS = {
     DENSE: {},
     "CB": _CB,
-    "CB+FE": _CB | {"embedding": "fused"},
-    SELECTIVE: _CB | {"embedding": "fused", "data": "all"},  # or fewer stages: `programs`
+    "CB+FE": _CB | {"embedding.sync": "fused"},
+    SELECTIVE: _CB | {"embedding.sync": "fused", "data.stages": "all"},  # or fewer stages: `programs`
 }
 REPEATS = 3  # at most: a step takes seconds
 SLOWNESS = 16.0  # of the devices: matrices of this width keep the cores of all hosts busy
@@ -51,7 +51,7 @@ def _split(schedule: str, changes: dict) -> Split:
         hidden=512,
         zero1=False,
         vocab_multiple=128,
-        compress=tuple(({"embedding": "unfused"} | _RANKS | changes).items()),
+        compress=tuple(({"embedding.sync": "unfused"} | _RANKS | changes).items()),
     )
 
 
@@ -62,7 +62,7 @@ def programs(schedule: str, stages: str) -> dict[str, Split]:
         schedule: one of SCHEDULES.
         stages: stages of selective compression, such as "0,1", or "none".
     """
-    kinds = KINDS | {SELECTIVE: KINDS[SELECTIVE] | {"data": stages}}
+    kinds = KINDS | {SELECTIVE: KINDS[SELECTIVE] | {"data.stages": stages}}
     return {kind: _split(schedule, changes) for kind, changes in kinds.items()}
 
 
@@ -116,8 +116,8 @@ def left(model: ModelConfig, candidate: Candidate, ranks: dict[str, int]) -> Lef
     """Return the shares that ranks leave of a message and of a layer's kernels."""
     rows = candidate.micro_batch * model.sequence
     kernels = costs.kernels(model, candidate.tensor)
-    factors = sum(ranks["data_rank"] * (n + k) for n, k in kernels)
-    message = 1 / compression_ratio(rows, model.hidden, ranks["backward_rank"])
+    factors = sum(ranks["data.rank"] * (n + k) for n, k in kernels)
+    message = 1 / compression_ratio(rows, model.hidden, ranks["backward.rank"])
     return Left(message, factors / sum(n * k for n, k in kernels))
 
 

@@ -39,7 +39,7 @@ COMPRESSED = INT8, LOW_RANK = "eager_1f1b, int8", "eager_1f1b, rank 8"
 PARTS, PARTS_AT = ("1f1b", DENSE), 200.0  # whose steps are broken down, and at which rate
 SAVE = "dots"  # what a forward keeps for its backward, here and by default
 RANK = 8  # of all that LOW_RANK compresses
-_EVERYTHING = {"backward": "all", "forward": "all", "data": "all", "data_start": 0.0}
+_EVERYTHING = {"backward.messages": "all", "forward.messages": "all", "data.stages": "all", "data.start": 0.0}
 _PLACES = ("backward", "forward", "data")
 
 
@@ -67,8 +67,8 @@ class Real(Split):
 
 def kinds(mesh: tuple[int, int, int], **sizes: int) -> dict[str, Real]:
     """Return what is measured of ours on a mesh."""
-    int8 = _EVERYTHING | {f"{place}_codec": "int8" for place in _PLACES}
-    low_rank = _EVERYTHING | {f"{place}_rank": RANK for place in _PLACES}
+    int8 = _EVERYTHING | {f"{place}.codec": "int8" for place in _PLACES}
+    low_rank = _EVERYTHING | {f"{place}.rank": RANK for place in _PLACES}
     return {
         "1f1b": Real(mesh, "1f1b", **sizes),
         DENSE: Real(mesh, **sizes),

@@ -24,12 +24,11 @@ def check(compression: Compression) -> None:
             f"the codec {codec_name(compression.codec)} needs messages between stages, but mesh.pipe=1; choose "
             "mesh.pipe of 2 or more, or codec=None"
         )
-    ranks = compression.config.compress.backward_ranks
+    ranks = compression.config.compress.backward.ranks
     if compression.codec is not None and ranks:
         raise UserError(
-            f"compress.backward_ranks={ranks} gives a rank to each link, which the codec "
-            f"{codec_name(compression.codec)} does not take; leave backward_ranks empty, or codec=None for the "
-            "low-rank codec"
+            f"compress.backward.ranks={ranks} gives a rank to each link, which the codec "
+            f"{codec_name(compression.codec)} does not take; leave it empty, or codec=None for the low-rank codec"
         )
     if compression.backward != "none":
         _check_link(compression, "backward", compression.backward_codec)
@@ -60,12 +59,12 @@ def _check_link(compression: Compression, place: str, codec: Codec) -> None:
     c, message = compression.config.compress, compression.message
     given = place == "backward" and compression.codec is not None
     if isinstance(codec, Codec) and (problem := codec.problem(message.shape, message.dtype, c.min_ratio)):
-        if c.low_rank(place) and not given:
-            several = place == "backward" and c.backward_ranks
-            name = f"compress.{place}_{problem.replace('rank=', 'ranks=', 1) if several else problem}"
+        if c.at(place).low_rank and not given:
+            several = place == "backward" and c.backward.ranks
+            name = f"compress.{place}.{problem.replace('rank=', 'ranks=', 1) if several else problem}"
             raise UserError(name)
         raise UserError(f"the codec {codec_name(codec)}: {problem}")
-    if given or not c.low_rank(place):
+    if given or not c.at(place).low_rank:
         _require_none(refusal(codec, message.shape, message.dtype))
 
 
@@ -81,22 +80,22 @@ def _check_reducer(compression: Compression, reducer: Reducer) -> None:
     require_parts(reducer, [(shape, compression.shards[path]) for path, shape in compression.kernels.items()])
     taken = compression.compressed_kernels(compression.level)
     if groups and taken and (problem := groups.problem(compression.kernels[taken[0]], compression.shards[taken[0]])):
-        raise UserError(f"compress.data.inside={c.data_inside}: {problem}, or leave compress.data.inside out")
+        raise UserError(f"compress.data.inside={c.data.inside}: {problem}, or leave compress.data.inside out")
     if taken:
         return
     if not compression.reduced:
         raise UserError(
-            f"compress.data.inside={c.data_inside} cuts no kernel of a layer on a device into equal parts; choose "
+            f"compress.data.inside={c.data.inside} cuts no kernel of a layer on a device into equal parts; choose "
             "another number of ranks, or leave compress.data.inside out"
         )
     if isinstance(within, PowerSGD):
         useful = {path: largest_rank(shape, c.min_ratio) for path, (shape, _) in compression.reduced.items()}
         n, *rest = compression.reduced[max(useful, key=useful.__getitem__)][0]
         what = f"the largest kernel of a layer on a device is {n} x {math.prod(rest)}"
-        what += f" in {c.data_inside} parts (compress.data.inside)" if groups else ""
-        raise UserError(policy.too_large(f"compress.data_rank={c.data_rank}", what, max(useful.values()), c.min_ratio))
+        what += f" in {c.data.inside} parts (compress.data.inside)" if groups else ""
+        raise UserError(policy.too_large(f"compress.data.rank={c.data.rank}", what, max(useful.values()), c.min_ratio))
     raise UserError(
-        f"compress.data.codec={c.data_codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
+        f"compress.data.codec={c.data.codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
         f"(compress.min_ratio) in {compression.config.mesh.data} equal parts; choose other options or a smaller "
         "min_ratio"
     )

@@ -26,10 +26,10 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
     """
     c, asked = config.compress, config.compress.implementation
     ranks = [0]
-    low = {place for place in PLACES if c.low_rank(place) and c.chosen(place) != "none"}
-    ranks += c.link_ranks(config.links) if "backward" in low and codec is None else ()
-    ranks += [c.forward_rank] if "forward" in low else []
-    ranks += [c.data_rank] if "data" in low else []
+    low = {place for place in PLACES if c.at(place).low_rank and c.at(place).chosen != "none"}
+    ranks += c.backward.link_ranks(config.links) if "backward" in low and codec is None else ()
+    ranks += [c.forward.rank] if "forward" in low else []
+    ranks += [c.data.rank] if "data" in low else []
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
     here, largest = on_gpu(capability), LARGEST_RANK if capability >= 9 else LARGEST_RANK_A100
     if asked == "auto":
@@ -61,9 +61,9 @@ def named_codec(compress: CompressConfig, place: str) -> Any:
     Raises:
         UserError: there is none of that name, or its options do not fit.
     """
-    name, options = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
+    part = compress.at(place)
     try:
-        return named.build(name, options, (Codec, Reducer) if place in REDUCED else (Codec,))
+        return named.build(part.codec, part.options, (Codec, Reducer) if place in REDUCED else (Codec,))
     except ValueError as error:
         raise UserError(f"compress.{place}.codec={error}") from error
 

@@ -51,7 +51,7 @@ class Compression:
         layout: layout of the model on the mesh.
         implementation: implementation of the kernels, one of compress.kernels.IMPLEMENTATIONS.
         record: number of rows of the schedule whose messages every link keeps for a study; 0 keeps none.
-        codec: codec of the gradients between stages, given from Python. compress.backward says which gradients it
+        codec: codec of the gradients between stages, given from Python. compress.backward.messages says which it
             encodes; with a codec from Python, "none" means "all", and the other options of compress.backward do not
             apply. None: the codec that the configuration describes.
     """
@@ -71,13 +71,13 @@ class Compression:
     @property
     def backward(self) -> str:
         """Choice of the compressed gradients between stages: "none", "epilogue" or "all"."""
-        asked = self.config.compress.chosen("backward")
+        asked = self.config.compress.backward.chosen
         return "all" if asked == "none" and self.codec is not None else asked
 
     @property
     def forward(self) -> str:
         """Choice of the compressed activations between stages: "none" or "all"."""
-        return self.config.compress.chosen("forward")
+        return self.config.compress.forward.chosen
 
     @property
     def between_stages(self) -> bool:
@@ -106,8 +106,8 @@ class Compression:
     def _backward_ranks(self) -> tuple[int, ...]:
         """Rank of each link's gradients; empty if they are not compressed by the configuration's LowRank."""
         c = self.config.compress
-        lowrank = self.codec is None and c.low_rank("backward") and self.backward != "none"
-        return c.link_ranks(self.config.links) if lowrank else ()
+        lowrank = self.codec is None and c.backward.low_rank and self.backward != "none"
+        return c.backward.link_ranks(self.config.links) if lowrank else ()
 
     @functools.cached_property
     def backward_codec(self) -> Codec:
@@ -124,7 +124,7 @@ class Compression:
 
     def _links(self, place: str) -> tuple[int, ...]:
         """Return the links between stages whose messages go through the codec of a place, "backward" or "forward"."""
-        return self.config.compress.links(place, self.config.links)
+        return self.config.compress.at(place).on(self.config.links)
 
     def _where(self, place: str) -> str:
         """Return the links on which messages go through the codec of a place, as text; "" if all."""
@@ -137,7 +137,7 @@ class Compression:
         c = self.config.compress
         if self.forward == "none":
             return Identity()
-        codec: Codec = self._low_rank(c.forward_rank) if c.low_rank("forward") else named_codec(c, "forward")
+        codec: Codec = self._low_rank(c.forward.rank) if c.forward.low_rank else named_codec(c, "forward")
         links = self._links("forward")
         if len(links) == self.config.links:
             return codec
@@ -147,13 +147,13 @@ class Compression:
     def weights_codec(self) -> Codec | None:
         """Codec of the layers' kernels as a training step gathers them over data; None: they travel as they are."""
         c = self.config.compress
-        return named_codec(c, "weights") if c.weights_codec else None
+        return named_codec(c, "weights") if c.weights.codec else None
 
     @functools.cached_property
     def tables(self) -> TableCodec | None:
         """Exchange of the embedding's gradients through a codec; None: they travel as they are."""
         c = self.config.compress
-        return TableCodec(self.layout, named_codec(c, "embedding")) if c.embedding_codec else None
+        return TableCodec(self.layout, named_codec(c, "embedding")) if c.embedding.codec else None
 
     @functools.cached_property
     def links(self) -> Links:
@@ -175,15 +175,15 @@ class Compression:
     def reducer(self) -> Reducer | None:
         """Reducer of the gradients over data, at its highest level; None if they are reduced as they are."""
         c, mesh = self.config.compress, self.config.mesh
-        if c.chosen("data") == "none":
+        if c.data.chosen == "none":
             return None
-        if c.low_rank("data"):
-            made: Reducer = PowerSGD(c.data_rank, c.form, self.implementation)
+        if c.data.low_rank:
+            made: Reducer = PowerSGD(c.data.rank, c.form, self.implementation)
         else:
             made = named_reducer(c, "data")
-        if c.over_data(mesh.data) == "none":
+        if c.data.over(mesh.data) == "none":
             return None  # behind named_reducer, which refuses a codec that does not exist
-        return Hierarchical(made, c.data_inside, mesh.reduce_dtype) if c.data_inside > 1 else made
+        return Hierarchical(made, c.data.inside, mesh.reduce_dtype) if c.data.inside > 1 else made
 
     @property
     def level(self) -> int:
@@ -242,17 +242,17 @@ class Compression:
         c = self.config.compress
         if self.reducer is None:
             return ()
-        return self.compressed_kernels(c.data_rank_min if c.data_adapt_every else self.level)
+        return self.compressed_kernels(c.data.rank_min if c.data.adapt_every else self.level)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """Level of every stage once compression over data has started, as far as the configuration says."""
-        chosen = self.config.compress.data_stages(self.layout.stages)
+        chosen = self.config.compress.data.stages_of(self.layout.stages)
         return tuple(self.level if s in chosen else 0 for s in range(self.layout.stages))
 
     def levels_text(self, levels: Sequence[int]) -> str:
         """Return the levels of the stages, as text for the log: their ranks, or which of them compress."""
-        if self.config.compress.low_rank("data"):
+        if self.config.compress.data.low_rank:
             return f"ranks by stage {', '.join(map(str, levels))}"
         return f"on stages {', '.join(str(s) for s, level in enumerate(levels) if level)}"
 
@@ -320,20 +320,20 @@ class Compression:
         which has states of its layers. The codec of weights is not among them, since it keeps no state.
         """
         c, names = self.config.compress, dict[str, object]()
-        if self.codec is not None or not c.low_rank("backward"):
+        if self.codec is not None or not c.backward.low_rank:
             names["codec"] = codec_name(self.backward_codec)
-        if not c.low_rank("forward"):
+        if not c.forward.low_rank:
             names["forward codec"] = codec_name(self.forward_codec)
         for place in LINKED:
             if self._where(place):
                 names[f"{place} links"] = list(self._links(place))
-        if self.reducer is not None and not c.low_rank("data"):
+        if self.reducer is not None and not c.data.low_rank:
             names["data codec"] = self.reducer.describe()
         elif isinstance(self.reducer, Hierarchical):
             names["data inside"] = self.reducer.inside
         if self.tables is not None:
             names["embedding codec"] = codec_name(self.tables.codec)
-        if c.outer_codec:
+        if c.outer.codec:
             names["outer codec"] = named_reducer(c, "outer").describe()
             if self.config.outer.fragments > 1:
                 names["outer.fragments"] = self.config.outer.fragments
@@ -420,11 +420,9 @@ class Compression:
             alone = "; one data rank, nothing is saved" if self.config.mesh.data == 1 else ""
             names = ", ".join(name for name, _ in chosen)
             where = f", stages {', '.join(map(str, measured))}" if measured else ""
-            what = (
-                f"{c.chosen('data')}{where}: {self.reducer.describe()} of {names}{dense}{alone}{self._sent_in_groups}"
-            )
+            what = f"{c.data.chosen}{where}: {self.reducer.describe()} of {names}{dense}{alone}{self._sent_in_groups}"
             rows.append(("gradients over data", what))
-        elif c.chosen("data") != "none":
+        elif c.data.chosen != "none":
             rows.append(("gradients over data", f"as they are: all {self.config.mesh.data} data ranks are one group"))
         if self.tables is not None:
             rows.append(("embedding's gradients", self.tables.describe()))

@@ -109,7 +109,12 @@ def add_adaptive(folder: pathlib.Path, predicted: float = 2.1, loss: float = 2.0
         rate=7.0,
         profiled=7.1,
         plan="plan",
-        compress={"backward": "epilogue", "backward_codec": "int8", "data": "0,1", "data_codec": "int4"},
+        compress={
+            "backward.messages": "epilogue",
+            "backward.codec": "int8",
+            "data.stages": "0,1",
+            "data.codec": "int4",
+        },
         codecs=[backward, data],
         seconds={"dense": [4.0, 3.9, 4.2], "chosen": [2.0, 1.9, 2.1]},
         unlimited=[1.0],

@@ -166,7 +166,7 @@ def test_the_choice_by_a_probe_is_run_as_it_is_predicted(probed):
     compress = chosen.split.config.compress
     assert [one.place for one in chosen.codecs] == ["backward", "forward", "data"]
     assert {one.place: one.codec for one in chosen.codecs} == {
-        place: getattr(compress, f"{place}_codec") for place in ("backward", "forward", "data")
+        place: compress.at(place).codec for place in ("backward", "forward", "data")
     }
     assert chosen.seconds == pytest.approx(compression.predicted(slow, chosen.split), rel=1e-9)
     assert chosen.seconds < 0.8 * compression.predicted(slow, adaptive.BASE)

@@ -1,12 +1,11 @@
-"""Dotted settings of codecs: in files, as overrides and on command lines."""
-
-import dataclasses
+"""Settings of compression, by place: in files, as overrides, and where older versions had them."""
 
 import pytest
 
-from paxtrain.config import from_dict, plan, to_dict
+from paxtrain.config import Config, from_dict, plan, to_dict
+from paxtrain.config.compress import moved
 from paxtrain.config.load import load_config
-from paxtrain.config.options import CodecOptions, flat_argument
+from paxtrain.config.options import CodecOptions
 from paxtrain.errors import UserError
 
 NESTED = {
@@ -19,38 +18,40 @@ def configured(compress):
     return from_dict({"mesh": {"pipe": 2}, "compress": compress})
 
 
-def test_a_nested_section_is_the_flat_one():
+def test_a_section_has_parts_by_place():
     found = configured(NESTED).compress
-    assert (found.backward, found.backward_codec, found.backward_options) == ("epilogue", "int8", {"block": 32})
-    assert (found.data, found.data_codec, found.data_options) == ("0", "topk", {})
+    assert (found.backward.messages, found.backward.codec, found.backward.options) == (
+        "epilogue",
+        "int8",
+        {"block": 32},
+    )
+    assert (found.data.stages, found.data.codec, found.data.options) == ("0", "topk", {})
     again = from_dict(to_dict(configured(NESTED))).compress
     assert again == found
     assert hash(again) == hash(found)
-    assert hash(found) != hash(dataclasses.replace(found, backward_options=CodecOptions(block=64)))
+    assert hash(found) != hash(found.changed(backward={"options": CodecOptions(block=64)}))
+    assert found.changed(error="none").backward is found.backward
 
 
-def test_overrides_take_both_spellings():
-    dotted = load_config("tiny", {"compress.backward.codec": "int4", "compress.backward.options.block": 32})
-    flat = load_config("tiny", {"compress.backward_codec": "int4", "compress.backward_options.block": 32})
-    assert dotted == flat
-    assert dotted.compress.backward_options == CodecOptions(block=32)
-    assert load_config("tiny", {"compress.backward": "all"}).compress.backward == "all"
+def test_overrides():
+    found = load_config("tiny", {"compress.backward.codec": "int4", "compress.backward.options.block": 32})
+    assert found.compress.backward.options == CodecOptions(block=32)
+    assert load_config("tiny", {"compress.backward.messages": "all"}).compress.backward.chosen == "all"
 
 
 def test_a_codec_that_is_named_takes_all_messages_unless_some_are_chosen():
-    named = configured({"backward_codec": "int8", "data_codec": "int8"}).compress
-    assert (named.chosen("backward"), named.chosen("forward"), named.data_stages(2)) == ("all", "none", (0, 1))
-    assert configured(NESTED).compress.chosen("backward") == "epilogue"
+    named = configured({"backward": {"codec": "int8"}, "data": {"codec": "int8"}}).compress
+    assert (named.backward.chosen, named.forward.chosen, named.data.stages_of(2)) == ("all", "none", (0, 1))
+    assert configured(NESTED).compress.backward.chosen == "epilogue"
 
 
-def test_groups_of_data_ranks_have_a_dotted_setting():
-    found = load_config("tiny", {"mesh.data": 4, "compress.data.codec": "int8", "compress.data.inside": 2}).compress
-    assert found.data_inside == 2
-    assert (found.over_data(4), found.over_data(2)) == ("all", "none")
-    assert flat_argument("--config.compress.data.inside=2") == "--config.compress.data_inside=2"
+def test_groups_of_data_ranks():
+    groups = {"mesh.data": 4, "compress.data.codec": "int8", "compress.data.inside": 2}
+    found = load_config("tiny", groups).compress.data
+    assert (found.over(4), found.over(2)) == ("all", "none")
     outer = {"outer.every": 10, "outer.groups": 2, "run.steps": 100}
     with pytest.raises(UserError, match=r"data\.inside=4 does not divide the 2 data ranks that train together"):
-        load_config("tiny", {"mesh.data": 4, "compress.data.codec": "int8", "compress.data.inside": 4, **outer})
+        load_config("tiny", groups | {"compress.data.inside": 4, **outer})
 
 
 def test_a_plan_keeps_codecs(tmp_path):
@@ -60,22 +61,44 @@ def test_a_plan_keeps_codecs(tmp_path):
     assert plan.load(tmp_path / "plan.json") == made
 
 
-def test_arguments_of_a_command_line():
-    assert flat_argument("--config.compress.backward.codec=a.b:C") == "--config.compress.backward_codec=a.b:C"
-    assert flat_argument("--model.compress.data.options.k=3") == "--model.compress.data_options.k=3"
-    assert flat_argument("--config.compress.data.stages=0,1") == "--config.compress.data=0,1"
-    for same in ("--config.compress.backward=all", "compress.backward.codec=1", "--out=compress.backward.codec"):
-        assert flat_argument(same) == same
+# All settings as version 0.2.0 had them, and where they are.
+OLD = {
+    "backward": "backward.messages",
+    "forward": "forward.messages",
+    "data": "data.stages",
+    "embedding": "embedding.sync",
+    **{f"backward_{name}": f"backward.{name}" for name in ("codec", "options", "rank", "ranks", "links")},
+    **{f"forward_{name}": f"forward.{name}" for name in ("codec", "options", "rank", "links")},
+    **{
+        f"{place}_{name}": f"{place}.{name}"
+        for place in ("embedding", "weights", "outer")
+        for name in ("codec", "options")
+    },
+    **{f"data_{name}": f"data.{name}" for name in ("codec", "options", "inside", "rank", "start", "adapt_every")},
+    "data_rank_min": "data.rank_min",
+    **{name: f"data.{name}" for name in ("residual_low", "residual_high")},
+    **{name: f"data.{name}" for name in ("stage_seconds", "reduce_seconds", "compressed_seconds")},
+}
+
+
+def test_settings_of_older_versions_are_found():
+    assert {name: moved(name) for name in OLD} == OLD
+    parts = {part: set(vars(getattr(Config().compress, part))) for part in ("backward", "forward", "data", "embedding")}
+    parts |= {part: {"codec", "options"} for part in ("weights", "outer")}
+    assert sorted(OLD.values()) == sorted(f"{part}.{name}" for part, names in parts.items() for name in names)
+    assert {moved(name) for name in ("error", "weights", "rank", "min_ratio", "backward_start")} == {""}
 
 
 @pytest.mark.parametrize(
     ("compress", "words"),
     [
-        ({"backward": {"rank": 4}}, ["unknown configuration key compress.backward.rank"]),
-        ({"backward": {"options": {"k": 1}}}, ["compress.backward.options.k", "lowrank", "compress.backward_rank"]),
-        ({"backward_codec": "int8", "backward_ranks": "4"}, ["backward_ranks=4", "int8", "codec=lowrank"]),
-        ({"data_codec": "int8", "data_adapt_every": 5}, ["data_adapt_every=5", "int8", "codec=lowrank"]),
-        ({"backward_codec": "int8", "backward": "some"}, ["none, epilogue, all", "'some'"]),
+        ({"backward": {"size": 4}}, ["unknown configuration key compress.backward.size", "known here: codec, links"]),
+        ({"backward": "all"}, ["compress.backward='all' is written compress.backward.messages now"]),
+        ({"data_rank": 4}, ["compress.data_rank=4 is written compress.data.rank now"]),
+        ({"backward": {"options": {"k": 1}}}, ["compress.backward.options.k", "lowrank", "compress.backward.rank"]),
+        ({"backward": {"codec": "int8", "ranks": "4"}}, ["backward.ranks=4", "int8", "codec=lowrank"]),
+        ({"data": {"codec": "int8", "adapt_every": 5}}, ["data.adapt_every=5", "int8", "codec=lowrank"]),
+        ({"backward": {"codec": "int8", "messages": "some"}}, ["none, epilogue, all", "'some'"]),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(compress, words):

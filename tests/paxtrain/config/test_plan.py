@@ -7,7 +7,6 @@ import pytest
 
 from paxtrain.config import (
     BatchConfig,
-    CompressConfig,
     Config,
     MeshConfig,
     ModelConfig,
@@ -17,12 +16,13 @@ from paxtrain.config import (
 )
 from paxtrain.config.plan import Plan, PlannedGroups
 from paxtrain.errors import UserError
+from tests.compress_settings import compression
 
 PLAN = Plan(
     mesh=MeshConfig(data=2, pipe=2, tensor=2),
     pipeline=PipelineConfig(schedule="1f1b", pipe_layers="3,1", save="layer_inputs"),
     batch=BatchConfig(global_batch=32, micro_batch=4),
-    compress=CompressConfig(backward="epilogue", data="0"),
+    compress=compression(backward_messages="epilogue", data_stages="0"),
     hosts=("a", "b"),
     devices_per_host=4,
     device_order=(0, 1, 4, 5, 2, 3, 6, 7),
@@ -98,13 +98,24 @@ def test_a_plan_replaces_its_sections_only():
 
 
 def test_what_is_replaced_makes_sense_by_itself():
-    with pytest.raises(UserError, match=r"compress\.data_start must"):
-        PLAN.apply(to_dict(Config()) | {"compress": {"data_start": float("nan")}})
+    with pytest.raises(UserError, match=r"compress\.data\.start must"):
+        PLAN.apply(to_dict(Config()) | {"compress": {"data": {"start": float("nan")}}})
 
 
 def test_a_plan_leaves_nothing_to_defaults(tmp_path):
     path = file_of(tmp_path, batch={"global_batch": 8})
     with pytest.raises(UserError, match="batch leaves out micro_batch, data_micro_batches; a plan says all of"):
+        plan.load(path)
+    forward = to_dict(Config())["compress"]["forward"]
+    del forward["rank"]
+    path = file_of(tmp_path, compress=to_dict(Config())["compress"] | {"forward": forward})
+    with pytest.raises(UserError, match=r"compress\.forward leaves out rank; a plan says all of"):
+        plan.load(path)
+
+
+def test_a_plan_of_an_older_version_says_where_a_setting_is_now(tmp_path):
+    path = file_of(tmp_path, compress={"backward": "epilogue", "backward_rank": 16})
+    with pytest.raises(UserError, match=r"compress.backward='epilogue' is written compress.backward.messages now"):
         plan.load(path)
 
 

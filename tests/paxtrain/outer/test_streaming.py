@@ -14,6 +14,7 @@ from paxtrain.outer.trainer import GROUP, on_host, trainer_of
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.profiling.breakdown import axes
 from paxtrain.xla import aot, hlo
+from tests.compress_settings import nested
 from tests.paxtrain.compressed import FAST, VOCABULARY, assert_close
 
 pytestmark = pytest.mark.once
@@ -31,7 +32,7 @@ def config(every, fragments=1, compress=None, steps=100, **outer) -> Config:
         "optimizer": {"name": "sgd", "learning_rate": RATE, "warmup_steps": 0, "schedule": "constant",
                       "weight_decay": 0.0, "clip_norm": 0.0},
         "outer": {"every": every, "fragments": fragments} | outer,
-        "compress": compress or {},
+        "compress": nested(compress or {}),
         "run": {"steps": steps},
     })  # fmt: skip
 

@@ -14,6 +14,7 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.profiling.breakdown import axes
 from paxtrain.xla import hlo
+from tests.compress_settings import nested
 from tests.paxtrain.compressed import FAST, VOCABULARY, assert_close
 
 pytestmark = pytest.mark.once
@@ -30,7 +31,7 @@ def config(mesh=(4, 2, 1), groups=2, zero1=True, optimizer=None, compress=None, 
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1} | (optimizer or {}),
         "outer": {"every": EVERY, "groups": groups} | outer if groups else {},
         "run": {"steps": 100},
-        "compress": compress or {},
+        "compress": nested(compress or {}),
     })  # fmt: skip
 
 
@@ -231,11 +232,14 @@ def test_a_group_whose_gradients_are_not_finite_waits_alone():
         ({"outer": {"every": 10, "fragments": 2, "overlap": 5}}, r"not below the 5 steps .* outer.overlap=4 would fit"),
         ({"outer": {"every": 10, "overlap": 1, "mix": 1.5}}, r"outer.mix must be in \[0, 1\], got 1.5"),
         ({"outer": {"every": 10, "mix": 0.25}}, r"outer.mix=0.25 needs outer.overlap"),
-        ({"outer": {}, "compress": {"outer_codec": "int8"}}, r"compress.outer.codec=int8 needs groups"),
-        ({"compress": {"outer_codec": "lowrank"}}, r"compress.outer.codec=lowrank is not offered"),
-        ({"compress": {"outer_options": {"block": 3}}}, r"compress.outer.options.block is an option of a codec"),
-        ({"compress": {"data": "selective"}}, r"compress.data=selective is decided by all data ranks together"),
-        ({"compress": {"data": "all", "data_rank": 4, "data_adapt_every": 5}}, r"compress.data_adapt_every=5 is dec"),
+        ({"outer": {}, "compress": {"outer": {"codec": "int8"}}}, r"compress.outer.codec=int8 needs groups"),
+        ({"compress": {"outer": {"codec": "lowrank"}}}, r"compress.outer.codec=lowrank is not offered"),
+        ({"compress": {"outer": {"options": {"block": 3}}}}, r"compress.outer.options.block is an option of a codec"),
+        (
+            {"compress": {"data": {"stages": "selective"}}},
+            r"compress.data.stages=selective is decided by all data ranks together",
+        ),
+        ({"compress": {"data": {"stages": "all", "rank": 4, "adapt_every": 5}}}, r"compress.data.adapt_every=5 is dec"),
     ],
 )
 def test_groups_that_make_no_sense_are_one_sentence(changes, words):

@@ -141,7 +141,7 @@ def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
 
 
 def test_stages_that_are_not_chosen_are_bit_equal_to_dense():
-    _, _, grads, _ = evaluated(config(data="1,2", data_codec="int8", data_options={"block": 32}))
+    _, _, grads, _ = evaluated(config(data_stages="1,2", data_codec="int8", data_options={"block": 32}))
     _, _, right, _ = evaluated(config())
     mine, dense = grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"]
     np.testing.assert_array_equal(mine[[0, 3]], dense[[0, 3]])
@@ -272,7 +272,9 @@ RING = {"all-to-all": lambda n: (n - 1) / n, "all-gather": lambda n: n - 1, "all
 
 
 @pytest.mark.parametrize("zero1", [True, False])
-@pytest.mark.parametrize("codec", [GROUPS, {"data": "all", "data_rank": 2, "data_rank_min": 2, "data_inside": 2}])
+@pytest.mark.parametrize(
+    "codec", [GROUPS, {"data_stages": "all", "data_rank": 2, "data_rank_min": 2, "data_inside": 2}]
+)
 def test_a_group_sends_kernels_as_they_are_and_between_groups_what_is_declared(codec, zero1):
     """Of the compiled program, on four data ranks; beside them two norms for the log are summed over data."""
     coded, dense = (trainer(config((4, 2, 1), 1, zero1=zero1, **changes)) for changes in (codec, {}))
@@ -346,7 +348,7 @@ def test_the_table_says_what_travels_inside_groups_and_between():
     assert f"a device sends {tables.size(inside, 'B')} inside its group and {tables.size(between, 'B')} between" in text
     settings = trained.compression.link_settings()
     assert settings["data codec"].endswith("between groups of 2")
-    low = trainer(config((4, 2, 1), data="all", data_rank=2, data_rank_min=2, data_inside=2)).compression
+    low = trainer(config((4, 2, 1), data_stages="all", data_rank=2, data_rank_min=2, data_inside=2)).compression
     assert low.link_settings()["data inside"] == 2
 
 
@@ -385,7 +387,7 @@ class NamesTheAxis(compress.PowerSGD):
             {"data_codec": f"{__name__}:NamesTheAxis", "data_inside": 2},
             ["NamesTheAxis(rank=2", "does not reduce between groups", "unbound axis name: data"],
         ),
-        ({"data": "all", "data_rank": 64, "data_inside": 2}, ["compress.data_rank=64", "in 2 parts"]),
+        ({"data_stages": "all", "data_rank": 64, "data_inside": 2}, ["compress.data.rank=64", "in 2 parts"]),
         ({"data_codec": "identity", "data_inside": 2}, ["compress.data.codec=identity makes no kernel"]),
         ({"data_codec": "int5", "data_inside": 4}, ["compress.data.codec=int5"]),  # though one group needs none
     ],
@@ -397,7 +399,7 @@ def test_groups_that_do_not_fit_are_refused(changes, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("codec", [{"data": "all", "data_rank": 4}, {"data_codec": "int8"}])
+@pytest.mark.parametrize("codec", [{"data_stages": "all", "data_rank": 4}, {"data_codec": "int8"}])
 def test_groups_whose_parts_would_not_be_equal_are_refused(codec):
     made = Compression(Layout(config((10, 1, 1), data_inside=5, **codec)))
     with pytest.raises(UserError, match=r"compress\.data\.inside=5 cuts no kernel of a layer"):

@@ -49,18 +49,20 @@ pytestmark = pytest.mark.once
     ("c", "dense"),
     [
         (config(**FULL), config()),
-        pytest.param(config(forward="all", forward_rank=32, form="qr", **FULL), config(), marks=pytest.mark.slow),
+        pytest.param(
+            config(forward_messages="all", forward_rank=32, form="qr", **FULL), config(), marks=pytest.mark.slow
+        ),
         (
             config((1, 4, 2), micro_batches=3, schedule="1f1b", error="explicit", **FULL),
             config((1, 4, 2), micro_batches=3, schedule="1f1b"),
         ),
         pytest.param(
-            config((1, 2, 1), 4, schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward": "epilogue"})),
+            config((1, 2, 1), 4, schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward_messages": "epilogue"})),
             config((1, 2, 1), 4, schedule="interleaved_1f1b", chunks=2),
             marks=pytest.mark.slow,
         ),
         (
-            config((1, 2, 2), sequence=True, forward="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
+            config((1, 2, 2), sequence=True, forward_messages="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
             config((1, 2, 2)),
         ),
     ],
@@ -76,7 +78,7 @@ def test_full_rank_is_no_compression(c, dense):
 def test_full_rank_gives_the_same_loss_curve_and_low_rank_another():
     dense, _ = trained_steps(config((1, 2, 1)), 8)
     full, _ = trained_steps(config((1, 2, 1), **FULL), 8)
-    low, _ = trained_steps(config((1, 2, 1), backward="all", backward_rank=1), 8)
+    low, _ = trained_steps(config((1, 2, 1), backward_messages="all", backward_rank=1), 8)
     assert dense[-1] < dense[0] - 0.5
     np.testing.assert_allclose(full, dense, rtol=1e-3)
     assert max(abs(np.subtract(low, dense))) > 2e-3
@@ -84,8 +86,10 @@ def test_full_rank_gives_the_same_loss_curve_and_low_rank_another():
 
 
 def test_the_forward_and_evaluation_are_untouched():
-    c = config(backward="all", backward_rank=2, forward="all", forward_rank=2)
-    assert evaluated(config(backward="all", backward_rank=2))[0] == pytest.approx(evaluated(config())[0], rel=1e-6)
+    c = config(backward_messages="all", backward_rank=2, forward_messages="all", forward_rank=2)
+    assert evaluated(config(backward_messages="all", backward_rank=2))[0] == pytest.approx(
+        evaluated(config())[0], rel=1e-6
+    )
     assert abs(evaluated(c)[0] / evaluated(config())[0] - 1) > 1e-4  # a compressed forward is another one
     plain, compressed = trainer(config()), trainer(c)
     params = jax.device_put(jax.jit(plain.layout.from_canonical)(canonical()), plain.state_shardings.params)
@@ -95,7 +99,7 @@ def test_the_forward_and_evaluation_are_untouched():
 @pytest.mark.parametrize(("links", "above"), [("", 3), ("0", 1)], ids=["all links", "the first link"])
 def test_only_the_stages_below_a_compressed_link_are_changed(links, above):
     """Gradients on the last stage come before any compressed message."""
-    _, grads, *_ = evaluated(config(backward="all", backward_rank=2, backward_links=links))
+    _, grads, *_ = evaluated(config(backward_messages="all", backward_rank=2, backward_links=links))
     _, right, *_ = evaluated(config())
 
     def layers(tree, part):
@@ -118,7 +122,7 @@ DENSE = MESSAGE[0] * MESSAGE[1] * 4
 @pytest.mark.parametrize(("schedule", "micro_batches"), [("eager_1f1b", 6), ("eager_1f1b", 2), ("1f1b", 5)])
 def test_epilogue_sends_exactly_the_last_messages_of_each_link_compressed(schedule, micro_batches):
     m = micro_batches
-    found = by_pair(trainer(config(micro_batches=m, schedule=schedule, backward="epilogue", backward_rank=4)))
+    found = by_pair(trainer(config(micro_batches=m, schedule=schedule, backward_messages="epilogue", backward_rank=4)))
     expected = {(k, k + 1): m * DENSE for k in range(3)}
     for k in range(3):
         count = min(4 - 1 - k, m)
@@ -127,7 +131,7 @@ def test_epilogue_sends_exactly_the_last_messages_of_each_link_compressed(schedu
 
 
 def test_bytes_of_ranks_by_link_and_of_int8_factors():
-    found = by_pair(trainer(config(backward="all", backward_ranks="2,6,4", factors="int8")))
+    found = by_pair(trainer(config(backward_messages="all", backward_ranks="2,6,4", factors="int8")))
     expected = {(k, k + 1): 6 * DENSE for k in range(3)}
     for k, rank in enumerate((2, 6, 4)):
         scales = 2 * rank * 4
@@ -136,7 +140,13 @@ def test_bytes_of_ranks_by_link_and_of_int8_factors():
 
 
 def test_bytes_of_links_that_compress_and_of_those_that_do_not():
-    on = {"backward": "all", "backward_rank": 4, "backward_links": "1", "forward_codec": "int8", "forward_links": "0,2"}
+    on = {
+        "backward_messages": "all",
+        "backward_rank": 4,
+        "backward_links": "1",
+        "forward_codec": "int8",
+        "forward_links": "0,2",
+    }
     trained = trainer(config(**on))
     message = trained.compression.message
     eight = wire_bytes(QuantisedBlocks(8), message.shape, message.dtype)
@@ -149,7 +159,7 @@ def test_bytes_of_links_that_compress_and_of_those_that_do_not():
 
 
 def test_with_sequence_parallelism_each_device_compresses_its_part():
-    found = by_pair(trainer(config((1, 4, 2), sequence=True, backward="all", backward_rank=4)))
+    found = by_pair(trainer(config((1, 4, 2), sequence=True, backward_messages="all", backward_rank=4)))
     part, k = MESSAGE[0] // 2, MESSAGE[1]
     expected = {(s, s + 1): 6 * part * k * 4 for s in range(3)}
     assert found == expected | {(s + 1, s): 6 * 4 * (part + k) * 4 for s in range(3)}
@@ -158,7 +168,7 @@ def test_with_sequence_parallelism_each_device_compresses_its_part():
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_everything_compressed_sends_the_formulas_bytes(zero1):
     """One device of (2,4,1) sends, to the byte, between stages, over data and for the embedding, and nothing else."""
-    c = config(zero1=zero1, backward="all", backward_rank=4, data="all", data_rank=4, data_start=0.0)
+    c = config(zero1=zero1, backward_messages="all", backward_rank=4, data_stages="all", data_rank=4, data_start=0.0)
     dense, packed = trainer(config(zero1=zero1)), trainer(c)
     shapes = packed.compression.matrices
     expected = {"qkv": (32, 96), "out": (32, 32), "up": (32, 128), "down": (128, 32)}
@@ -200,7 +210,14 @@ def test_identity_codecs_cost_nothing():
 
 # --- State ------------------------------------------------------------------------------------------------------------
 
-EVERYTHING = {"backward": "all", "backward_rank": 4, "forward": "all", "forward_rank": 4, "data": "all", "data_rank": 4}
+EVERYTHING = {
+    "backward_messages": "all",
+    "backward_rank": 4,
+    "forward_messages": "all",
+    "forward_rank": 4,
+    "data_stages": "all",
+    "data_rank": 4,
+}
 
 
 def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
@@ -220,7 +237,7 @@ def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
 @pytest.mark.parametrize("factors", ["float32", "bfloat16", "int8"])
 def test_one_value_that_is_not_finite_in_one_message_is_seen(factors):
     """For every dtype of the factors it must reach a gradient, so that the step is dropped with its state."""
-    trained = trainer(config((1, 2, 1), micro_batches=2, backward="all", backward_rank=4, factors=factors))
+    trained = trainer(config((1, 2, 1), micro_batches=2, backward_messages="all", backward_rank=4, factors=factors))
     codec = trained.compression.links.backward
     message = jnp.ones(trained.compression.message.shape).at[0, 0, 0].set(jnp.inf)
     wire, _ = codec.encode(codec.init(message.shape, message.dtype), message)
@@ -229,12 +246,20 @@ def test_one_value_that_is_not_finite_in_one_message_is_seen(factors):
 
 def test_every_direction_and_chunk_has_its_link_and_its_rank():
     """Both directions are compressed; links, including the one back to the first stage, have different ranks."""
-    c = config((1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, backward="all", backward_ranks="4,2")
+    c = config(
+        (1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, backward_messages="all", backward_ranks="4,2"
+    )
     assert by_pair(trainer(c)) == {
         (0, 1): 2 * 4 * DENSE + 4 * wire(2),  # two activations per micro-batch, and the gradient of the second chunk
         (1, 0): 4 * DENSE + 2 * 4 * wire(4),
     }
-    both = {"backward": "all", "backward_rank": 3, "forward": "all", "forward_rank": 3, "error": "explicit"}
+    both = {
+        "backward_messages": "all",
+        "backward_rank": 3,
+        "forward_messages": "all",
+        "forward_rank": 3,
+        "error": "explicit",
+    }
     trained = trainer(config((1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, **both))
     state, _ = compiled(trained)(trained.from_params(canonical()), batch(trained))
     errors = {
@@ -247,7 +272,7 @@ def test_every_direction_and_chunk_has_its_link_and_its_rank():
 
 
 def test_state_changes_where_messages_are_sent_and_nowhere_else():
-    trained = trainer(config((2, 4, 1), backward="epilogue", backward_rank=4))
+    trained = trainer(config((2, 4, 1), backward_messages="epilogue", backward_rank=4))
     state = trained.from_params(canonical())
     before = jax.device_get(state.codec)
     state, _ = compiled(trained)(state, batch(trained))
@@ -260,7 +285,9 @@ def test_state_changes_where_messages_are_sent_and_nowhere_else():
 
 
 def test_each_chunk_has_a_state_of_its_own():
-    trained = trainer(config((1, 2, 1), 2, schedule="interleaved_1f1b", chunks=2, backward="all", backward_rank=4))
+    trained = trainer(
+        config((1, 2, 1), 2, schedule="interleaved_1f1b", chunks=2, backward_messages="all", backward_rank=4)
+    )
     state, _ = compiled(trained)(trained.from_params(canonical()), batch(trained))
     states = [x for x in jax.tree.leaves(jax.device_get(state.codec)) if x.ndim > 4]
     assert states
@@ -271,9 +298,15 @@ def test_each_chunk_has_a_state_of_its_own():
 @pytest.mark.slow
 def test_the_virtual_mesh_compresses_as_the_real_one_does():
     """Gradients and states agree for dense and compressed messages, some links, and stages of different ranks."""
-    on_links = {"backward_links": "0,2", "forward": "all", "forward_rank": 4, "forward_links": "1"}
+    on_links = {"backward_links": "0,2", "forward_messages": "all", "forward_rank": 4, "forward_links": "1"}
     c = config(
-        (2, 4, 1), micro_batches=5, backward="epilogue", backward_ranks="2,4,4", data="0,1", data_rank=4, **on_links
+        (2, 4, 1),
+        micro_batches=5,
+        backward_messages="epilogue",
+        backward_ranks="2,4,4",
+        data_stages="0,1",
+        data_rank=4,
+        **on_links,
     )
     one = dataclasses.replace(c.mesh, data=1, pipe=1)
     emulated = Trainer(c, make_mesh(one, devices=jax.devices()[:1]), virtual=True)
@@ -294,14 +327,18 @@ def test_the_virtual_mesh_compresses_as_the_real_one_does():
     ("compress", "mesh", "words"),
     [
         (
-            {"backward": "all", "backward_rank": 17},
+            {"backward_messages": "all", "backward_rank": 17},
             (2, 4, 1),
-            ["backward_rank=17", "32 x 32", "largest useful rank is 8"],
+            ["backward.rank=17", "32 x 32", "largest useful rank is 8"],
         ),
-        ({"backward": "all", "backward_ranks": "2,99,2"}, (2, 4, 1), ["backward_ranks=99", "largest useful rank is 8"]),
-        ({"backward": "all", "backward_rank": 33, "min_ratio": 0.0}, (2, 4, 1), ["largest useful rank is 32"]),
-        ({"forward": "all", "forward_rank": 9}, (2, 4, 1), ["forward_rank=9", "largest useful rank is 8"]),
-        ({"data": "all"}, (2, 4, 1), ["data_rank=128", "128 x 32", "largest useful rank is 12"]),
+        (
+            {"backward_messages": "all", "backward_ranks": "2,99,2"},
+            (2, 4, 1),
+            ["backward.ranks=99", "largest useful rank is 8"],
+        ),
+        ({"backward_messages": "all", "backward_rank": 33, "min_ratio": 0.0}, (2, 4, 1), ["largest useful rank is 32"]),
+        ({"forward_messages": "all", "forward_rank": 9}, (2, 4, 1), ["forward.rank=9", "largest useful rank is 8"]),
+        ({"data_stages": "all"}, (2, 4, 1), ["data.rank=128", "128 x 32", "largest useful rank is 12"]),
     ],
 )
 def test_ranks_that_save_nothing_are_refused(compress, mesh, words):
@@ -337,10 +374,10 @@ def test_auto_picks_the_kernels_that_a_gpu_can_run(monkeypatch, capability, rank
     gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a GPU")
     for available, best in ((True, with_mosaic), (False, without)):
         monkeypatch.setattr(kernels, "MOSAIC_AVAILABLE", available)
-        asked = config(backward="all", backward_rank=rank)
+        asked = config(backward_messages="all", backward_rank=rank)
         assert settle_implementation(asked, gpu) == best
         if best in kernels.MOSAIC:
-            asked = config(backward="all", backward_rank=rank, implementation="mosaic")
+            asked = config(backward_messages="all", backward_rank=rank, implementation="mosaic")
             assert settle_implementation(asked, gpu) == best
 
 
@@ -370,7 +407,7 @@ def test_a_given_codec_sends_its_bytes_and_nothing_else():
     forward = {(k, k + 1): 6 * DENSE for k in range(3)}
     assert by_pair(topk()) == forward | {(k + 1, k): 6 * message for k in range(3)}
     drained = {(k + 1, k): (3 - k) * message + (3 + k) * DENSE for k in range(3)}
-    assert by_pair(topk(backward="epilogue")) == forward | drained
+    assert by_pair(topk(backward_messages="epilogue")) == forward | drained
 
 
 def test_a_given_codec_needs_no_settings_and_is_named():
@@ -386,7 +423,11 @@ def test_a_given_codec_needs_no_settings_and_is_named():
     ("c", "given", "words"),
     [
         (config((8, 1, 1)), {}, ["TopK", "needs messages between stages", "mesh.pipe=1"]),
-        (config(backward="all", backward_ranks="2,2,2"), {}, ["compress.backward_ranks=2,2,2", "TopK", "codec=None"]),
+        (
+            config(backward_messages="all", backward_ranks="2,2,2"),
+            {},
+            ["compress.backward.ranks=2,2,2", "TopK", "codec=None"],
+        ),
         (config(), {"codec": object()}, ["object is no codec", "it lacks decode, describe, encode", "compress.Codec"]),
         (config(), {"codec": Flat(64)}, ["float32[1024]", "float32[2,16,32]", "`like`"]),
     ],

@@ -48,7 +48,7 @@ def test_fused_equals_unfused_embedding(mesh, zero1):
         canonical(layers), batch(trainer(plain))
     )
     for embedding in ("fused", "unfused"):
-        c = config(mesh, micro_batches=4, layers=layers, zero1=zero1, embedding=embedding)
+        c = config(mesh, micro_batches=4, layers=layers, zero1=zero1, embedding_sync=embedding)
         _, grads, mesh_layout, _ = evaluated(c)
         token = mesh_layout["embedding"]["token"]
         np.testing.assert_array_equal(token[0], token[-1])
@@ -63,7 +63,7 @@ def test_fused_embedding_sends_the_formulas_bytes(zero1, stage):
     table = 64 * HIDDEN * 4
 
     def sent(embedding: str) -> float:
-        trained = trainer(config((ranks, 2, 1), zero1=zero1, embedding=embedding))
+        trained = trainer(config((ranks, 2, 1), zero1=zero1, embedding_sync=embedding))
         total = 0.0
         for op in collectives(trained, stage):
             ring = {
@@ -82,7 +82,15 @@ def test_fused_embedding_sends_the_formulas_bytes(zero1, stage):
 def test_tied_copies_stay_identical():
     for embedding in ("fused", "unfused"):
         _, state = trained_steps(
-            config((2, 2, 2), embedding=embedding, backward="all", backward_rank=4, data="0", data_rank=4), 5
+            config(
+                (2, 2, 2),
+                embedding_sync=embedding,
+                backward_messages="all",
+                backward_rank=4,
+                data_stages="0",
+                data_rank=4,
+            ),
+            5,
         )
         [adam] = [
             part for part in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu")
@@ -95,14 +103,14 @@ def test_tied_copies_stay_identical():
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_everything_together_keeps_the_embedding_gradient(zero1):
     """Defect "SC and FE together drop the input embedding's gradient": here it equals the dense run's."""
-    everything = {**FULL, "data": "all", "data_rank": 4, "embedding": "fused"}
+    everything = {**FULL, "data_stages": "all", "data_rank": 4, "embedding_sync": "fused"}
     _, grads, *_ = evaluated(config(zero1=zero1, **everything))
     _, right, *_ = evaluated(config(zero1=zero1))
     assert_close(grads["embedding"], right["embedding"], 2e-4)
     assert np.abs(grads["embedding"]["token"]).max() > 0.01
     # Gradients compressed over data differ, and no others.
     assert differences(grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"])[""] > 0.01
-    _, grads, *_ = evaluated(config(zero1=zero1, data="all", data_rank=4))
+    _, grads, *_ = evaluated(config(zero1=zero1, data_stages="all", data_rank=4))
     assert_close(grads["embedding"], right["embedding"], 1e-6)
 
 
@@ -111,7 +119,7 @@ def test_everything_together_keeps_the_embedding_gradient(zero1):
 
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stages_that_are_not_chosen_are_bit_equal_to_dense(zero1):
-    _, grads, *_ = evaluated(config(zero1=zero1, data="1,2", data_rank=4))
+    _, grads, *_ = evaluated(config(zero1=zero1, data_stages="1,2", data_rank=4))
     _, right, *_ = evaluated(config(zero1=zero1))
     for path, mine in jax.tree_util.tree_leaves_with_path(grads):
         dense = functools.reduce(lambda tree, key: tree[key.key], path, right)
@@ -126,13 +134,15 @@ def test_stages_that_are_not_chosen_are_bit_equal_to_dense(zero1):
 
 
 def test_none_chosen_is_dense():
-    _, grads, *_ = evaluated(config(data="all", data_rank=4), stage_ranks=(0, 0, 0, 0))
+    _, grads, *_ = evaluated(config(data_stages="all", data_rank=4), stage_ranks=(0, 0, 0, 0))
     assert all(e == 0 for e in differences(grads, evaluated(config())[1]).values())
 
 
 def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
     """From rank 4 to 10 the smallest kernel becomes dense: its gradient and its error arrive, and no error stays."""
-    low = trainer(config((2, 2, 1), data="all", data_rank=10, data_rank_min=4, data_adapt_every=5), stage_ranks=(4, 4))
+    low = trainer(
+        config((2, 2, 1), data_stages="all", data_rank=10, data_rank_min=4, data_adapt_every=5), stage_ranks=(4, 4)
+    )
     high = dataclasses.replace(low, stage_ranks=(10, 10))
     params = jax.device_put(jax.jit(low.layout.from_canonical)(canonical()), low.state_shardings.params)
     tokens, names = batch(low), [name for name, _ in low.compression.data_kernels]
@@ -156,13 +166,13 @@ def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2), pytest.param((4, 2, 1), marks=pytest.mark.slow)])
 def test_full_rank_over_data_is_no_compression(mesh):
     """This holds for any number of data ranks. With tensor=2 a kernel whose smaller side is below the rank is dense."""
-    _, grads, *_ = evaluated(config(mesh, data="all", data_rank=32, min_ratio=0.0))
+    _, grads, *_ = evaluated(config(mesh, data_stages="all", data_rank=32, min_ratio=0.0))
     assert_close(grads, evaluated(config(mesh))[1], 1e-3)
 
 
 def test_the_ratio_gate_leaves_small_kernels_dense():
     """Defect "no minimum-ratio gate": rank 10 halves all kernels but the smallest, which would shrink 1.6 times."""
-    c = config(data="all", data_rank=10)
+    c = config(data_stages="all", data_rank=10)
     assert {name for name, _ in trainer(c).compression.data_kernels} == {"qkv", "up", "down"}
     _, grads, *_ = evaluated(c)
     _, right, *_ = evaluated(config())
@@ -171,7 +181,7 @@ def test_the_ratio_gate_leaves_small_kernels_dense():
 
 
 def test_data_ranks_agree_on_the_factor_and_keep_separate_errors():
-    c = config((4, 2, 1), data="all", data_rank=4)
+    c = config((4, 2, 1), data_stages="all", data_rank=4)
     state = trained_steps(c, 3)[1].codec["data"]
     for q in state.q:
         np.testing.assert_array_equal(q, np.broadcast_to(q[:1], q.shape))
@@ -187,6 +197,6 @@ def test_the_sums_see_a_reduction_that_was_left_out(monkeypatch):
             jax.lax.dynamic_slice_in_dim(x, 0, x.shape[d] // 2, axis=d) for x, d in zip(arrays, dims, strict=True)
         ],
     )
-    _, grads, *_ = evaluated(config(data="all", data_rank=5))
+    _, grads, *_ = evaluated(config(data_stages="all", data_rank=5))
     _, right, *_ = evaluated(config())
     assert differences(grads["layers"]["qkv"]["bias"], right["layers"]["qkv"]["bias"])[""] > 0.01

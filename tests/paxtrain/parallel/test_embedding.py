@@ -292,7 +292,7 @@ class OfLayers(Identity):
         ((2, 2, 1), {"embedding_codec": "powersgd"}, ["compress.embedding.codec=powersgd"]),
         ((2, 2, 1), {"embedding_codec": "lowrank"}, ["compress.embedding.codec=lowrank is not offered", "choose int8"]),
         ((2, 2, 1), {"embedding_options": {"block": 32}}, ["compress.embedding.options.block", "name one with"]),
-        ((2, 2, 1), INT8 | {"embedding": "unfused"}, ["needs the fused synchronisation", "choose auto"]),
+        ((2, 2, 1), INT8 | {"embedding_sync": "unfused"}, ["needs the fused synchronisation", "choose auto"]),
         ((1, 1, 1), INT8, ["travel over data or between the two copies", "mesh.data of 2 or more"]),
     ],
 )

@@ -11,7 +11,7 @@ import time
 import jax
 import pytest
 
-from paxtrain.config import CompressConfig, Config, from_dict
+from paxtrain.config import Config, from_dict
 from paxtrain.config.options import LINKED, CodecOptions
 from paxtrain.parallel.compiler_options import GPU_OPTIONS
 from paxtrain.parallel.layout import tensor_dim
@@ -19,6 +19,7 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.step import Trainer
 from paxtrain.xla import aot, hlo
+from tests.compress_settings import compression
 
 
 def trainer(config: Config, kind: str = "h100") -> Trainer:
@@ -253,12 +254,12 @@ def steady_order(text: str) -> list[str]:
 
 def compressed(**compress) -> Trainer:
     config = small(layers=8)
-    return trainer(dataclasses.replace(config, compress=CompressConfig(**compress)), "h200")
+    return trainer(dataclasses.replace(config, compress=compression(**compress)), "h200")
 
 
 @pytest.mark.parametrize("error", [pytest.param("explicit", marks=pytest.mark.slow), "lazy"])
 def test_compressed_transfers_lie_under_compute_and_the_error_update_behind_the_send(error):
-    trained = compressed(backward="all", error=error, implementation="triton")
+    trained = compressed(backward_messages="all", error=error, implementation="triton")
     text = compiled(trained).as_text()
     wire = 16 * (2 * 1024 + 1024) * 2
     sizes = {transfer.bytes: transfer for transfer in steady(text)}
@@ -278,7 +279,7 @@ def test_compressed_transfers_lie_under_compute_and_the_error_update_behind_the_
 
 def test_every_byte_of_a_compressed_step_on_gpus():
     """bfloat16 messages and factors have their real widths, unlike on CPUs, and no message has a dense copy."""
-    trained = compressed(backward="epilogue", backward_rank=8, data="0", data_rank=64)
+    trained = compressed(backward_messages="epilogue", backward_rank=8, data_stages="0", data_rank=64)
     text = compiled(trained).as_text()
     groups = 4
     dense = table_permute_bytes(trained)
@@ -319,7 +320,7 @@ def coded(codec: str, options: dict) -> Trainer:
         for place in ("backward", "data")
         for what, value in (("codec", codec), ("options", CodecOptions(options)))
     }
-    return trainer(dataclasses.replace(small(layers=8), compress=CompressConfig(**both, data_start=0.0)))
+    return trainer(dataclasses.replace(small(layers=8), compress=compression(**both, data_start=0.0)))
 
 
 def assert_codec_sends_under_compute(trained: Trainer, text: str, exposed: int) -> None:
@@ -360,7 +361,7 @@ def test_both_forms_of_messages_travel_where_some_links_compress():
     links = {f"{place}_{what}": value for place in LINKED for what, value in (("codec", "int8"), ("links", "1"))}
     config = small(layers=8)
     mesh = dataclasses.replace(config.mesh, data=1, pipe=4)
-    trained = trainer(dataclasses.replace(config, mesh=mesh, compress=CompressConfig(**links)))
+    trained = trainer(dataclasses.replace(config, mesh=mesh, compress=compression(**links)))
     text, message = compiled(trained).as_text(), trained.compression.message
     dense, eight = (
         2 * math.prod(message.shape),

@@ -2,6 +2,7 @@
 
 import json
 
+from tests.compress_settings import nested
 from tests.processes import run_processes
 
 # Prints the kinds of collectives that each program has. The last one is what must not be there.
@@ -39,12 +40,18 @@ def values(mesh, zero1=True, optimizer=None, **compress):
         "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": tensor > 1},
         "batch": {"global_batch": 2 * data, "micro_batch": 1},
         "optimizer": optimizer or {},
-        "compress": compress,
+        "compress": nested(compress),
     }
 
 
 def test_no_program_of_several_processes_has_a_reduce_scatter():
-    everything = {"backward": "all", "backward_rank": 2, "data": "all", "data_rank": 2, "data_rank_min": 2}
+    everything = {
+        "backward_messages": "all",
+        "backward_rank": 2,
+        "data_stages": "all",
+        "data_rank": 2,
+        "data_rank_min": 2,
+    }
     configurations = [
         values((2, 2, 2)),
         values((4, 2, 1), zero1=False, **everything),

@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, OuterConfig
+from paxtrain.config import BatchConfig, MeshConfig, OuterConfig
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.pipeline.stage import Share
 from paxtrain.study.variants import require_alike
 from paxtrain.xla import hlo
+from tests.compress_settings import compression
 from tests.paxtrain.parallel.test_gradients import (
     HIDDEN,
     LAYERS,
@@ -97,11 +98,11 @@ def test_weights_of_ranks_instead_of_sequences_show(monkeypatch):
 
 FULL = {"min_ratio": 0.0, "backward_rank": 32, "forward_rank": 32, "data_rank": 32}  # as many as a matrix has columns
 COMPRESSED = {
-    "between stages": ((2, 2, 1), {}, {"backward": "all", "forward": "all"}),
-    "epilogue": ((2, 4, 1), {"schedule": "1f1b"}, {"backward": "epilogue", "error": "explicit"}),
-    "ranks of links": ((2, 4, 1), {"schedule": "1f1b"}, {"backward": "all", "backward_ranks": "32,31,32"}),
-    "over data": ((2, 2, 1), {"zero1": False}, {"data": "all"}),
-    "over data, ZeRO-1": ((4, 1, 1), {}, {"data": "all"}),
+    "between stages": ((2, 2, 1), {}, {"backward_messages": "all", "forward_messages": "all"}),
+    "epilogue": ((2, 4, 1), {"schedule": "1f1b"}, {"backward_messages": "epilogue", "error": "explicit"}),
+    "ranks of links": ((2, 4, 1), {"schedule": "1f1b"}, {"backward_messages": "all", "backward_ranks": "32,31,32"}),
+    "over data": ((2, 2, 1), {"zero1": False}, {"data_stages": "all"}),
+    "over data, ZeRO-1": ((4, 1, 1), {}, {"data_stages": "all"}),
     "identity": ((4, 2, 1), {}, {f"{place}_codec": "identity" for place in ("backward", "forward", "data")}),
 }
 REPEATED = "epilogue", "ranks of links", "over data"  # what the others have one by one
@@ -114,7 +115,7 @@ REPEATED = "epilogue", "ranks of links", "over data"  # what the others have one
 def test_full_rank_is_no_compression(how):
     mesh, settings, compress = COMPRESSED[how]
     c = case(mesh, (3, 1, 2, 2)[: mesh[0]], **settings)
-    c = dataclasses.replace(c, compress=CompressConfig(**(FULL | compress)))
+    c = dataclasses.replace(c, compress=compression(**(FULL | compress)))
     found = errors(trainer(c), reference(c.batch.global_batch, 0.0, c.model.layers))
     assert max(found.values()) <= 2e-4  # normal equations with a ridge of 1e-6
 
@@ -122,7 +123,7 @@ def test_full_rank_is_no_compression(how):
 @pytest.mark.once
 def test_a_rank_that_skips_keeps_the_state_of_its_codecs():
     """Rank 1 has one micro-batch. In a run of that one alone the codec has the same state."""
-    compress = CompressConfig(backward="all", backward_rank=2, min_ratio=0.0)
+    compress = compression(backward_messages="all", backward_rank=2, min_ratio=0.0)
     both = dataclasses.replace(case((2, 2, 1), (3, 1)), compress=compress)
     alone = dataclasses.replace(config((1, 2, 1), 2, idle="auto"), compress=compress)
     ref = reference(8, 0.0, LAYERS)

@@ -31,6 +31,7 @@ from paxtrain.profiling.breakdown import (
 )
 from paxtrain.profiling.trace import INPUT, Part, Span
 from paxtrain.xla import hlo
+from tests.compress_settings import nested
 
 WORK, WAIT, SEND = Part("forward", False), Part("pipeline", True), Part("data", True)
 
@@ -43,7 +44,7 @@ def config(mesh, schedule="1f1b", compress=None):
             "mesh": {"data": data, "pipe": pipe, "tensor": tensor},
             "pipeline": {"schedule": schedule},
             "batch": {"global_batch": 2 * 4 * data, "micro_batch": 4},
-            "compress": compress or {},
+            "compress": nested(compress or {}),
         }
     )
 
@@ -151,7 +152,13 @@ def test_every_instant_counts_once_and_work_before_collectives(spans, seconds, h
 @pytest.fixture(scope="module")
 def everything():
     """Return the trainer and the compiled step of a step with all parts, on all three axes."""
-    compress = {"backward": "all", "backward_rank": 2, "data": "all", "data_rank": 2, "data_rank_min": 2}
+    compress = {
+        "backward_messages": "all",
+        "backward_rank": 2,
+        "data_stages": "all",
+        "data_rank": 2,
+        "data_rank_min": 2,
+    }
     trained = trainer(config((2, 2, 2), compress=compress))
     return trained, trained.compile_step()
 

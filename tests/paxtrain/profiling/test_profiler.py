@@ -44,12 +44,8 @@ def config(home, out, profile="", mesh=(2, 2, 2), **run):
             "pipeline": {"schedule": "1f1b"},
             "batch": {"global_batch": 16, "micro_batch": 4},
             "compress": {
-                "backward": "all",
-                "backward_rank": 2,
-                "data": "all",
-                "data_rank": 2,
-                "data_rank_min": 2,
-                "data_start": 0.0,
+                "backward": {"messages": "all", "rank": 2},
+                "data": {"stages": "all", "rank": 2, "rank_min": 2, "start": 0.0},
             },
             "optimizer": {"warmup_steps": 0},
             "data": {"train": str(home / "tokens"), "validation": str(home / "tokens")},
@@ -204,12 +200,13 @@ def test_off_there_is_nothing_around_a_step(home, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("compress", [{"data_start": 0.5}, {"data_start": 0.0, "data_adapt_every": 3}])
+@pytest.mark.parametrize("compress", [{"start": 0.5}, {"start": 0.0, "adapt_every": 3}])
 def test_a_window_is_of_one_program(home, tmp_path, compress):
     """Ranks over data change after step 3, because compression starts or they adapt, but a trace needs one program."""
     values = to_dict(config(home, tmp_path / "run", "3:5"))
+    values["compress"]["data"] |= compress
     with pytest.raises(UserError, match="profile=3:5 spans step 4, at which gradients over data may"):
-        started(from_dict(values | {"compress": values["compress"] | compress})).train()
+        started(from_dict(values)).train()
 
 
 def test_a_window_that_is_cut_short_leaves_its_trace_and_no_profiler_running(home, tmp_path):

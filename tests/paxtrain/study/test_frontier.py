@@ -19,16 +19,16 @@ def test_all_codecs_of_the_library_are_on_every_axis():
     assert {point.codec for point in frontier.POINTS} == set(NAMES) - {"identity"} | {"lowrank"}
     for variant in found:
         c, axis = variant.config.compress, variant.name.partition(":")[0]
-        assert (c.chosen("backward") == "all") == (axis == "between")
-        assert (c.chosen("data") == "all") == (axis == "data")
-        assert (c.chosen("forward") == "all") == (axis == "activations")
-        assert not c.weights_codec and c.data_start == 0
+        assert (c.backward.chosen == "all") == (axis == "between")
+        assert (c.data.chosen == "all") == (axis == "data")
+        assert (c.forward.chosen == "all") == (axis == "activations")
+        assert not c.weights.codec and c.data.start == 0
     with pytest.raises(StopIteration):
         next(v for v in frontier.variants(configuration(), ["data"]) if v.name.startswith("between"))
 
 
 def test_a_class_is_a_point_with_the_options_that_the_configuration_gives_it():
-    own = {"backward_codec": "mine.codecs:Mine", "backward_options": {"share": 0.2}, "data": "0"}
+    own = {"backward_codec": "mine.codecs:Mine", "backward_options": {"share": 0.2}, "data_stages": "0"}
     config = configuration(compress=own)
     found = {v.name: v.config.compress for v in frontier.variants(config, codecs=["mine.codecs:Mine", "int4"])}
     assert [name for name in found if "int4" not in name] == [
@@ -38,16 +38,16 @@ def test_a_class_is_a_point_with_the_options_that_the_configuration_gives_it():
     ]
     assert sum("int4" in name for name in found) == 4
     between, data = found["between: mine.codecs:Mine (share=0.2)"], found["data: mine.codecs:Mine"]
-    assert (between.backward_codec, between.backward_options) == ("mine.codecs:Mine", {"share": 0.2})
-    assert not between.data_codec and between.chosen("data") == "none"
-    assert (data.data_codec, data.data_options, data.backward_codec) == ("mine.codecs:Mine", {}, "")
+    assert (between.backward.codec, between.backward.options) == ("mine.codecs:Mine", {"share": 0.2})
+    assert not between.data.codec and between.data.chosen == "none"
+    assert (data.data.codec, data.data.options, data.backward.codec) == ("mine.codecs:Mine", {}, "")
 
 
 def test_codecs_work_on_the_links_that_the_configuration_names(tmp_path):
     config = configuration(pipe=4, compress={"backward_codec": "sign", "backward_links": "1"})
     found = frontier.variants(config)
     links = {
-        axis: {v.config.compress.backward_links for v in found if v.name.startswith(axis)} for axis in frontier.AXES
+        axis: {v.config.compress.backward.links for v in found if v.name.startswith(axis)} for axis in frontier.AXES
     }
     assert links == {"between": {"1"}, "data": {""}, "activations": set()}
     trained = [v for v in found if v.name in {one.name for one in made_up()}]
@@ -57,7 +57,7 @@ def test_codecs_work_on_the_links_that_the_configuration_names(tmp_path):
 
 def test_gradients_are_summed_inside_the_groups_that_the_configuration_names():
     config = configuration(mesh={"data": 4}, batch={"global_batch": 16}, compress={"data_inside": 2})
-    inside = {v.name.partition(":")[0]: v.config.compress.data_inside for v in frontier.variants(config)}
+    inside = {v.name.partition(":")[0]: v.config.compress.data.inside for v in frontier.variants(config)}
     assert inside == {"dense": 1, "between": 1, "data": 2}
 
 

@@ -33,10 +33,10 @@ def test_each_codec_is_alone_at_its_place():
     assert config.run.steps == 10 and config.run.eval_every == 0 and config.optimizer.warmup_steps <= 2
     for variant in some:
         c, place = variant.config.compress, variant.name.partition(":")[0]
-        compressed = [name for name in ("backward", "forward", "data") if c.chosen(name) != "none"]
+        compressed = [name for name in ("backward", "forward", "data") if c.at(name).chosen != "none"]
         assert compressed == ([] if place == "dense" else [place])
-        assert c.data_start == 0 and c.error == "none"
-        assert c.data_options == ({"share": 0.2} if variant.name == "data: topk share=0.2" else {})
+        assert c.data.start == 0 and c.error == "none"
+        assert c.data.options == ({"share": 0.2} if variant.name == "data: topk share=0.2" else {})
 
 
 def test_a_place_at_which_nothing_travels_is_not_probed():
@@ -57,8 +57,8 @@ def test_the_embedding_is_probed_if_it_is_asked_for():
     _, some = trained(own, ("embedding",), ("int8", "lowrank"))
     assert [variant.name for variant in some] == ["dense", "embedding: int8"]
     c = some[1].config.compress
-    assert (c.embedding_codec, c.embedding) == ("int8", "auto")
-    assert {c.chosen(place) for place in ("backward", "forward", "data")} == {"none"}
+    assert (c.embedding.codec, c.embedding.sync) == ("int8", "auto")
+    assert {c.at(place).chosen for place in ("backward", "forward", "data")} == {"none"}
 
 
 def outcomes(**finals):

@@ -19,7 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarni
 @pytest.mark.parametrize("fused", [True, False])
 def test_bytes_are_those_that_formulas_say(fused):
     """The middle one of three stages has no embedding, the first one compresses over data; error feedback is free."""
-    compress = {"backward": "all", "embedding": "fused" if fused else "unfused", "data": "0" if fused else "none"}
+    compress = {
+        "backward_messages": "all",
+        "embedding_sync": "fused" if fused else "unfused",
+        "data_stages": "0" if fused else "none",
+    }
     compress["error"] = "lazy" if fused else "none"
     config = configuration(pipe=3, compress=compress, batch={"global_batch": 8})
     found = probe.wire_bytes(Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:6])))
@@ -45,7 +49,7 @@ def test_bytes_are_those_that_formulas_say(fused):
 @pytest.mark.once
 def test_the_compiled_step_sends_what_its_trace_asks_for():
     """Except losses and norms, a few numbers that XLA may send once where the trace asks twice."""
-    compress = {"backward": "epilogue", "embedding": "fused", "data": "all", "data_start": 0.0}
+    compress = {"backward_messages": "epilogue", "embedding_sync": "fused", "data_stages": "all", "data_start": 0.0}
     config = configuration(compress=compress, batch={"global_batch": 8})
     trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:4]))
     sent = collections.Counter()
@@ -61,7 +65,7 @@ def test_bytes_of_tensor_groups_stay_inside_of_hosts():
     """Each rank of a group sends its shards, and all that the ranks share: messages, norms, positions, some biases."""
     found = {}
     for tensor in (1, 2):
-        config = configuration(batch={"global_batch": 8}, mesh={"tensor": tensor}, compress={"data": "none"})
+        config = configuration(batch={"global_batch": 8}, mesh={"tensor": tensor}, compress={"data_stages": "none"})
         trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[: 4 * tensor]))
         found[tensor] = probe.wire_bytes(trainer)
     pipe, h, sequence = 2, 16, 8

@@ -10,21 +10,21 @@ from tests.paxtrain.study.test_study import configuration
 def test_runs_differ_in_error_propagation_alone():
     found = propagation.variants(configuration(), (2, 4), steps=20)
     assert [variant.name for variant in found] == ["dense", "2 lazy", "2 none", "4 lazy", "4 none"]
-    assert found[0].config.compress.chosen("backward") == "none"
+    assert found[0].config.compress.backward.chosen == "none"
     for variant in found[1:]:
         c = variant.config.compress
         rank, error = variant.name.split()
-        assert (c.backward, c.backward_rank, c.error) == ("all", int(rank), error)
-        assert c.chosen("forward") == c.chosen("data") == "none"
+        assert (c.backward.messages, c.backward.rank, c.error) == ("all", int(rank), error)
+        assert c.forward.chosen == c.data.chosen == "none"
         assert variant.config.run.steps == 20
 
 
 def test_ranks_of_single_links_do_not_replace_those_that_are_tried():
     own = configuration(pipe=4, compress={"backward_ranks": "2,1,2"})
     found = [variant.config.compress for variant in propagation.variants(own, (2, 4), steps=20)[1:]]
-    assert {(c.backward_rank, c.backward_ranks) for c in found} == {(2, ""), (4, "")}
-    assert not loss_probe.settled(own, 10).compress.backward_ranks
-    assert not any(variant.config.compress.backward_ranks for variant in frontier.variants(own))
+    assert {(c.backward.rank, c.backward.ranks) for c in found} == {(2, ""), (4, "")}
+    assert not loss_probe.settled(own, 10).compress.backward.ranks
+    assert not any(variant.config.compress.backward.ranks for variant in frontier.variants(own))
 
 
 def test_the_page_compares_pairs_of_the_same_seed(tmp_path):

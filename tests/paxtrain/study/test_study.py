@@ -23,6 +23,7 @@ from paxtrain.study import __main__ as study
 from paxtrain.study import plots, probe, report, runs, variants
 from paxtrain.study.report import VariantResult
 from tests import mains
+from tests.compress_settings import nested
 
 # ml_collections loads configuration files with it.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -46,21 +47,15 @@ def configuration(home=None, pipe=2, **sections):
         "mesh": {"data": 2, "pipe": pipe},
         "batch": {"global_batch": 12, "micro_batch": 2},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
-        "compress": {
-            "backward_rank": 2,
-            "forward_rank": 2,
-            "data": "0",
-            "data_rank": 2,
-            "data_rank_min": 2,
-            "data_start": 0.5,
-        },
+        "compress": {"backward_rank": 2, "forward_rank": 2, "data_stages": "0", "data_rank": 2, "data_rank_min": 2}
+        | {"data_start": 0.5},
         "run": {"steps": 4, "eval_every": 2, "eval_batches": 2},
     }
     if home:
         values["data"] = {name: str(home / "data" / name) for name in ("train", "validation")}
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
-    return from_dict(values)
+    return from_dict(values | {"compress": nested(values["compress"])})
 
 
 # --- What is measured -------------------------------------------------------------------------------------------------
@@ -107,7 +102,7 @@ def sent_low_rank(gradients, rank):
 
 def test_errors_and_cosines_are_those_of_numpy():
     """Gradients from the plain model, compressed in numpy, equal those that the links of the virtual mesh record."""
-    compress = {"backward": "all", "form": "qr", "error": "explicit"}
+    compress = {"backward_messages": "all", "form": "qr", "error": "explicit"}
     config = configuration(compress=compress)
     trainer = Trainer(config, make_mesh(MeshConfig(), devices=jax.devices()[:1]), record=12, virtual=True)
     tokens = np.random.default_rng(0).integers(0, 257, (12, 9), dtype=np.int32)
@@ -299,11 +294,11 @@ def test_codecs_of_the_configuration_have_a_variant_each(tmp_path):
         "codec_data": "topk over data",
         "codec_weights": "int8 weights",
     }
-    assert own["codec_backward"].backward_options == {"block": 16} and own["codec_backward"].data_codec == ""
-    assert (own["codec_data"].chosen("data"), own["codec_data"].chosen("backward")) == ("0", "none")
-    assert own["codec_weights"].weights_codec == "int8" and own["codec_weights"].chosen("data") == "none"
+    assert own["codec_backward"].backward.options == {"block": 16} and own["codec_backward"].data.codec == ""
+    assert (own["codec_data"].data.chosen, own["codec_data"].backward.chosen) == ("0", "none")
+    assert own["codec_weights"].weights.codec == "int8" and own["codec_weights"].data.chosen == "none"
     others = [variant.config.compress for name, variant in found.items() if name not in own]
-    assert all(c.low_rank("backward") and c.low_rank("data") and not c.weights_codec for c in others)
+    assert all(c.backward.low_rank and c.data.low_rank and not c.weights.codec for c in others)
     outcomes = made_up(codec_backward=(2.0, 2.02), codec_data=(2.5, 2.5))
     figures = plots.draw(config, outcomes, tmp_path)
     report.write_page(config, outcomes, figures, tmp_path)
@@ -420,9 +415,12 @@ BAD = {
     "no messages": ({"mesh": {"pipe": 1}, "model": {"layers": 1}}, ["mesh.pipe=1", "2 or more"]),
     "tensor": ({"mesh": {"tensor": 2}}, ["mesh.tensor=1", "got 2 and 1"]),
     "one micro-batch": ({"batch": {"global_batch": 4}}, ["there is 1", "batch.global_batch=8"]),
-    "adaptive ranks": ({"compress": {"data_adapt_every": 5}}, ["compress.data_adapt_every=5"]),
-    "no stages": ({"compress": {"data": "none"}}, ["compress.data=none", "--config.compress.data=0,1"]),
-    "stages to be measured": ({"compress": {"data": "selective"}}, ["compress.data=selective"]),
+    "adaptive ranks": ({"compress": {"data_adapt_every": 5}}, ["compress.data.adapt_every=5"]),
+    "no stages": (
+        {"compress": {"data_stages": "none"}},
+        ["compress.data.stages=none", "--config.compress.data.stages=0,1"],
+    ),
+    "stages to be measured": ({"compress": {"data_stages": "selective"}}, ["compress.data.stages=selective"]),
 }
 
 
@@ -434,12 +432,12 @@ def test_configurations_with_nothing_to_compare(changes, words):
 
 
 def test_given_times_choose_the_stages():
-    times = {"stage_seconds": "1.0,0.2", "reduce_seconds": "0.5,0.5", "compressed_seconds": "0.1,0.1"}
-    chosen = variants.settled(configuration(compress={"data": "selective", **times}))
-    assert chosen.compress.data == "0"
+    times = {"data_stage_seconds": "1.0,0.2", "data_reduce_seconds": "0.5,0.5", "data_compressed_seconds": "0.1,0.1"}
+    chosen = variants.settled(configuration(compress={"data_stages": "selective", **times}))
+    assert chosen.compress.data.stages == "0"
     assert (
-        dataclasses.replace(chosen.compress, data="selective")
-        == configuration(compress={"data": "selective", **times}).compress
+        chosen.compress.changed(data={"stages": "selective"})
+        == configuration(compress={"data_stages": "selective", **times}).compress
     )
 
 
@@ -448,8 +446,8 @@ def test_given_times_choose_the_stages():
     [
         (["--seeds=0"], ["--seeds must be at least 1, got 0"]),
         (["--ranks=2,x"], ["--ranks must be numbers", "2,x"]),
-        (["--ranks=2,60"], ["compress.backward_rank=60", "the largest useful rank is 21"]),
-        (["--config.compress.data_rank=60"], ["compress.data_rank=60", "the largest useful rank is 25"]),
+        (["--ranks=2,60"], ["compress.backward.rank=60", "the largest useful rank is 21"]),
+        (["--config.compress.data.rank=60"], ["compress.data.rank=60", "the largest useful rank is 25"]),
         (["--config.data.train=nowhere/train"], ["nowhere/train", "paxtrain.prepare"]),
         (["--steps=10"], ["optimizer.warmup_steps=40", "run.steps=10"]),
         (["--out=/dev/null/x"], ["cannot write to /dev/null/x"]),
@@ -480,7 +478,7 @@ def test_every_variant_has_a_color_and_a_place_in_the_plots():
     places = ("backward", "forward", "data", "weights", "embedding")
     config = configuration()
     config = dataclasses.replace(
-        config, compress=dataclasses.replace(config.compress, **{f"{place}_codec": "int8" for place in places})
+        config, compress=config.compress.changed(**{place: {"codec": "int8"} for place in places})
     )
     names = [variant.name for variant in variants.variants(config, [7])]
     assert {f"codec_{place}" for place in places} <= set(names)

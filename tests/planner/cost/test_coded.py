@@ -3,12 +3,12 @@
 import pytest
 
 import compress
-from paxtrain.config import CompressConfig
 from paxtrain.config.options import CodecOptions
 from planner.cost import compute
 from planner.cost.candidate import Candidate
 from planner.cost.coded import POWER_LAUNCHES, POWER_PASSES, Coded, coded
 from planner.cost.sizes import Sizes
+from tests.compress_settings import compression
 from tests.planner.examples import MODEL
 
 RANK = 24
@@ -21,7 +21,7 @@ READS_AND_WRITES = {"none": (1, 1, 0), "lazy": (3, 1, 0), "explicit": (3, 1, 2)}
 @pytest.mark.parametrize("error", READS_AND_WRITES)
 @pytest.mark.parametrize("data_codec", ["", "int8"])
 def test_passes_over_a_message_are_those_of_its_kernels(error, data_codec):
-    codecs = coded(CompressConfig(error=error, data_codec=data_codec))
+    codecs = coded(compression(error=error, data_codec=data_codec))
     encode, decode, _ = codecs.message_passes("backward")
     assert (encode, decode) == (sum(READS_AND_WRITES[error]), 1)  # decode writes the message
     assert tuple(compress.LowRank(RANK, error).passes()) == codecs.message_passes("backward")
@@ -40,7 +40,7 @@ def test_passes_over_gradients_are_those_of_the_reducers_kernels():
 
 @pytest.mark.parametrize(("data", "inside"), [(4, 1), (4, 2)])
 def test_bytes_are_those_that_the_codec_and_the_reducer_declare(data, inside):
-    codecs = coded(CompressConfig(data="all", data_inside=inside))
+    codecs = coded(compression(data_stages="all", data_inside=inside))
     candidate = Candidate(
         data, 4, 1, 2, 4, "1f1b", (3,) * 4, backward="all", backward_rank=RANK, data_rank=RANK, coded=codecs
     )
@@ -58,6 +58,6 @@ def test_bytes_are_those_that_the_codec_and_the_reducer_declare(data, inside):
 
 def test_a_codec_is_asked_with_its_options():
     options = CodecOptions({"feedback": False})
-    codecs = coded(CompressConfig(backward_codec="int8", backward_options=options))
+    codecs = coded(compression(backward_codec="int8", backward_options=options))
     assert codecs.message_passes("backward") == (2.5, 1.5, 3)
-    assert coded(CompressConfig(backward_codec="int8")).message_passes("backward") == (5.5, 1.5, 3)
+    assert coded(compression(backward_codec="int8")).message_passes("backward") == (5.5, 1.5, 3)

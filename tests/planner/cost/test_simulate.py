@@ -18,7 +18,7 @@ from tests.planner.examples import cluster
 SMALL = {"model.layers": 8, "model.hidden": 64, "model.heads": 4, "mesh.pipe": 4, "mesh.tensor": 1, "mesh.data": 2}
 
 
-@pytest.mark.parametrize("changes", [{}, {"compress.backward": "epilogue", "compress.data": "all"}])
+@pytest.mark.parametrize("changes", [{}, {"compress.backward.messages": "epilogue", "compress.data.stages": "all"}])
 def test_it_is_the_problems_step(changes):
     config, some = paxtrain.load_config("tiny", SMALL | changes), cluster(2, 4)
     step = planner.simulate(config, some)
@@ -30,9 +30,9 @@ def test_it_is_the_problems_step(changes):
         4,
         "eager_1f1b",
         (2, 2, 2, 2),
-        backward=config.compress.backward,
-        backward_rank=config.compress.backward_rank,
-        data_rank=config.compress.data_rank if changes else 0,
+        backward=config.compress.backward.messages,
+        backward_rank=config.compress.backward.rank,
+        data_rank=config.compress.data.rank if changes else 0,
     )
     expected = Problem(some, config.model, candidate).step(fabric(some), host_order(candidate, 4))
     assert step.seconds == expected.total[0] > 0
@@ -64,7 +64,7 @@ def test_codecs_are_simulated_by_what_they_declare():
     ("changes", "sent"),
     [
         ({"compress.forward.codec": "int8"}, 4 * 128 * 64 + 2 * 4 * 128),  # a scale for 64 numbers
-        ({"compress.forward": "all", "compress.forward_rank": 4}, 4 * (4 * 128 + 64) * 4),
+        ({"compress.forward.messages": "all", "compress.forward.rank": 4}, 4 * (4 * 128 + 64) * 4),
     ],
 )
 def test_compressed_activations_are_smaller_messages_and_work_of_forwards(changes, sent):
@@ -151,7 +151,7 @@ def test_groups_inside_sites_send_a_share_between_them(zero1):
 
 def test_low_rank_between_groups_is_of_a_ranks_part():
     some = cluster(4, 2, seed=None)
-    low = {"mesh.data": 4, "mesh.pipe": 2, "compress.data": "all", "compress.data_rank": 4}
+    low = {"mesh.data": 4, "mesh.pipe": 2, "compress.data.stages": "all", "compress.data.rank": 4}
     problems = [
         Problem(some, c.model, candidate_of_config(c))
         for c in (paxtrain.load_config("tiny", SMALL | low | {"compress.data.inside": k}) for k in (1, 2))

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxtrain.config import CompressConfig
 from paxtrain.model import transformer
 from planner.cluster.cluster import Cluster, Shares
 from planner.cluster.device_sheets import SHEETS
@@ -18,6 +17,7 @@ from planner.cost import link_seconds, step_time
 from planner.cost.candidate import Candidate, host_order
 from planner.cost.coded import coded
 from planner.cost.step_time import Problem
+from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster, placements, reordered
 
 CANDIDATES = [
@@ -147,7 +147,7 @@ def test_over_gloo_stages_between_take_part_in_the_embeddings_collectives(overla
 @pytest.mark.parametrize("zero1", [True, False])
 def test_the_embeddings_codec_sends_its_bytes_and_takes_passes(zero1):
     """On links without latency, between two stages of two data ranks on hosts of their own."""
-    some, codecs = cluster(4, 1, seed=None), coded(CompressConfig(embedding_codec="int8"))
+    some, codecs = cluster(4, 1, seed=None), coded(compression(embedding_codec="int8"))
     some = dataclasses.replace(some, alpha=np.zeros_like(some.alpha))
     dense = Candidate(2, 2, 1, 1, 4, "eager_1f1b", (6, 6), zero1=zero1)
     hosts, found = np.arange(4).reshape(1, 2, 2), []

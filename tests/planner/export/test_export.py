@@ -17,6 +17,7 @@ from paxtrain.config.plan import Plan
 from planner.export import maxtext, megatron, torchtitan
 from planner.export.exported import ranks
 from tests import mains
+from tests.compress_settings import compression
 
 MODEL = ModelConfig(family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, sequence=8192)
 NAMES = ("a", "b", "c", "d")
@@ -138,7 +139,7 @@ def test_what_megatron_does_otherwise_is_told():
     assert any("1F1B instead of eager_1f1b" in words for words in eager) and any(
         "save=dots" in words for words in eager
     )
-    small = dataclasses.replace(plan(), compress=CompressConfig(data="0", data_rank=8))
+    small = dataclasses.replace(plan(), compress=compression(data_stages="0", data_rank=8))
     assert "uncompressed" in megatron.export(small, MODEL, (8,) * 4).inexpressible[0]
 
 

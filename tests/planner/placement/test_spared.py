@@ -97,6 +97,6 @@ def test_a_plan_says_where_it_compresses_and_its_run_is_predicted_like_it():
     assert chosen.backward_links == chosen.forward_links == crosses
     assert f"by int4 on {len(crosses)} of 3 links (on the others it would gain" in " ".join(made.text().split())
     trained = made.plan.apply(to_dict(config))
-    assert trained.compress.links("backward", 3) == chosen.backward_links
-    assert trained.compress.links("forward", 3) == chosen.forward_links
+    assert trained.compress.backward.on(3) == chosen.backward_links
+    assert trained.compress.forward.on(3) == chosen.forward_links
     assert simulate(trained, nodes, made.ranked[0].hosts).seconds == pytest.approx(made.ranked[0].seconds, rel=1e-9)

@@ -81,8 +81,8 @@ def simulated(slow):
         changes, losses = {}, []
         for key in filter(None, combination):
             place, codec, rank = key
-            changes |= {f"compress.{place}_rank": rank} if rank else {f"compress.{place}.codec": codec}
-            changes |= {f"compress.{place}": "all"}
+            changes |= {f"compress.{place}.rank": rank} if rank else {f"compress.{place}.codec": codec}
+            changes |= {f"compress.{place}.{'stages' if place == 'data' else 'messages'}": "all"}
             losses.append(np.array(SEEN[key]))
         mean = sum(max(x.mean(), 0) for x in losses)
         loss = mean + np.sqrt(sum(x.var(ddof=1) / len(x) for x in losses))
@@ -90,7 +90,7 @@ def simulated(slow):
         for kind, schedule, micro_batch, zero1 in itertools.product(kinds, OPTIONS.schedules, (2, 4), (True, False)):
             mesh = {"mesh.data": 2, "mesh.pipe": 2, "mesh.tensor": 1, "mesh.zero1": zero1}
             how = {"pipeline.schedule": schedule, "pipeline.save": "dots", "batch.micro_batch": micro_batch}
-            kept = {} if kind == "none" else {"compress.backward": kind}
+            kept = {} if kind == "none" else {"compress.backward.messages": kind}
             found.append((loss, planner.simulate(small(changes | mesh | how | kept), slow).seconds))
     return np.array(found)
 
@@ -112,7 +112,7 @@ def test_more_budget_is_never_slower_and_none_is_dense(slow, file):
     dense = planner.plan(small(), slow, dataclasses.replace(OPTIONS, compress=()))
     assert seconds[0] == dense.ranked[0].seconds
     compress = plans[0].plan.compress
-    assert {compress.chosen(place) for place in ("backward", "forward", "data")} == {"none"}
+    assert {compress.at(place).chosen for place in ("backward", "forward", "data")} == {"none"}
     assert "nothing is compressed: no codec" in plans[0].plan.predicted["loss"]
 
 
@@ -150,7 +150,7 @@ def test_a_plan_says_what_the_probe_saw_and_what_the_step_becomes(slow, file):
     lost = found.plan.predicted["loss"]
     assert lost == found.json()["loss"] and "".join(lost.split()) in "".join(text.split())
     c = found.plan.compress
-    assert (c.backward_codec, c.forward_codec, c.forward) == ("int8", "int8", "all")
+    assert (c.backward.codec, c.forward.codec, c.forward.messages) == ("int8", "int8", "all")
     assert "fwdint8" in text and "activations between stages" in found.html()
     other = planned(small({"model.layers": 8}), slow, file, 0.01)
     assert "of another model: layers=4 instead of 8)" in other.plan.predicted["loss"]
@@ -160,7 +160,7 @@ def test_what_is_compressed_beside_the_probes_codecs_is_told(slow, file):
     for budget, begin in ((0.0, "nothing else is compressed: no codec of"), (0.01, "the probe ")):
         found = planned(small({"compress.weights.codec": "int8"}), slow, file, budget, zero1="yes")
         lost = found.plan.predicted["loss"]
-        assert found.plan.compress.weights_codec == "int8" and lost.startswith(begin)
+        assert found.plan.compress.weights.codec == "int8" and lost.startswith(begin)
         assert "; not probed: int8 of gathered weights, as configured" in lost
 
 
@@ -168,8 +168,8 @@ def test_the_embeddings_codec_is_chosen_within_the_budget(slow, tmp_path):
     path = tmp_path / "probe.json"
     loss_probe_file.save(probe({("embedding", "int8", 0): (0.001, 0.002), ("data", "int8", 0): (0.2, 0.3)}), path)
     found, without = (planned(small(), slow, str(path), budget) for budget in (0.01, 0.0))
-    assert (found.plan.compress.embedding_codec, found.plan.compress.embedding) == ("int8", "auto")
-    assert without.plan.compress.embedding_codec == "" and found.plan.compress.data_codec == ""
+    assert (found.plan.compress.embedding.codec, found.plan.compress.embedding.sync) == ("int8", "auto")
+    assert without.plan.compress.embedding.codec == "" and found.plan.compress.data.codec == ""
     assert found.ranked[0].seconds < without.ranked[0].seconds
     config = found.plan.apply(paxtrain.config.to_dict(small()))
     assert planner.simulate(config, slow).seconds == pytest.approx(found.ranked[0].seconds, rel=1e-9)
@@ -185,7 +185,7 @@ def test_options_of_a_codec_are_those_of_the_probe(slow, tmp_path):
     codec = ProbedCodec("data", "topk", (0.0, 0.001), 0, CodecOptions({"share": 0.01}))
     loss_probe_file.save(dataclasses.replace(probe(), codecs=(codec,)), tmp_path / "probe.json")
     found = planned(small(), slow, str(tmp_path / "probe.json"), 0.01)
-    assert (found.plan.compress.data_codec, found.plan.compress.data_options) == ("topk", {"share": 0.01})
+    assert (found.plan.compress.data.codec, found.plan.compress.data.options) == ("topk", {"share": 0.01})
 
 
 @pytest.mark.parametrize(

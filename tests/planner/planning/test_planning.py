@@ -113,7 +113,7 @@ def slow_cluster():
 
 def test_nothing_is_compressed_unless_it_is_asked_for(config, lossless):
     assert not any(map(compressed, lossless.ranked))
-    assert lossless.plan.compress.backward == lossless.plan.compress.data == "none"
+    assert lossless.plan.compress.backward.messages == lossless.plan.compress.data.stages == "none"
     assert lossless.plan.predicted["loss"] == "nothing is compressed"
     asked = planner.plan(config, slow_cluster(), dataclasses.replace(SLOW, compress=("auto",)))
     assert compressed(asked.ranked[0]) and asked.ranked[0].seconds < lossless.ranked[0].seconds
@@ -143,7 +143,7 @@ def test_a_codec_that_the_configuration_names_is_asked_for(config):
     values = {"compress.data.codec": "int8"}
     named = paxtrain.load_config("tiny", {**{f"model.{k}": v for k, v in SMALL.items()}, **values})
     found = planner.plan(named, slow_cluster(), dataclasses.replace(SLOW, gain=0.0))
-    assert found.plan.compress.data_codec == "int8" and found.plan.compress.backward == "none"
+    assert found.plan.compress.data.codec == "int8" and found.plan.compress.backward.messages == "none"
     assert "int8" in found.plan.predicted["loss"] and not found.json()["offers"]
 
 
@@ -153,7 +153,7 @@ def test_gathered_weights_that_are_compressed_are_told_beside_the_offers():
     options = dataclasses.replace(SLOW, pipe=(2,), tensor=(1,), data=(4,), zero1="yes")
     found = planner.plan(paxtrain.load_config("tiny", values), slow_cluster(), options)
     text = " ".join(found.text().split())
-    assert found.plan.compress.weights_codec == "int4"
+    assert found.plan.compress.weights.codec == "int4"
     assert "weights that are gathered over data compressed by int4: the study has no loss for int4 of gathered" in text
     assert "wgtint4" in found.text() and "nothing is compressed" not in found.plan.predicted["loss"]
     assert "--compress=auto" in text

@@ -8,12 +8,13 @@ import pytest
 
 from compress.codecs import named
 from configs.frontier import get_config
-from paxtrain.config import CompressConfig, OuterConfig
+from paxtrain.config import OuterConfig
 from paxtrain.config.options import CodecOptions
 from paxtrain.study import frontier
 from planner.cost.candidate import Candidate
 from planner.cost.coded import coded
 from planner.report import losses, text
+from tests.compress_settings import compression
 
 DENSE = Candidate(
     data=4, pipe=2, tensor=1, micro_batch=1, micro_batches=4, schedule="1f1b", chunks=1, counts=(2, 2), save="dots"
@@ -61,9 +62,9 @@ def test_the_frontier_is_that_of_the_page(steps, width):
 
 def planned(**settings) -> Candidate:
     """Return a candidate of a compress section that compresses where the section does."""
-    compress = CompressConfig(**settings)
-    between, over = compress.chosen("backward"), compress.chosen("data") != "none"
-    ranks = {"backward_rank": compress.backward_rank, "data_rank": compress.data_rank * over}
+    compress = compression(**settings)
+    between, over = compress.backward.chosen, compress.data.chosen != "none"
+    ranks = {"backward_rank": compress.backward.rank, "data_rank": compress.data.rank * over}
     return dataclasses.replace(DENSE, coded=coded(compress), backward=between, **ranks)
 
 
@@ -71,7 +72,8 @@ def planned(**settings) -> Candidate:
 @pytest.mark.parametrize("place", ["backward", "data"])
 def test_each_codec_of_the_frontier_is_found(place, point):
     """A plan with the codec and the options of a point quotes that point's row."""
-    settings = {place: "all", f"{place}_rank": point.rank or 16, "data_rank_min": 1}
+    chosen = "stages" if place == "data" else "messages"
+    settings = {f"{place}_{chosen}": "all", f"{place}_rank": point.rank or 16, "data_rank_min": 1}
     if not point.rank:
         settings |= {f"{place}_codec": point.codec, f"{place}_options": CodecOptions(point.options)}
     what = "all" if place == "backward" else "data"
@@ -96,41 +98,44 @@ def options(**values) -> CodecOptions:
     [
         ({}, ""),
         (
-            LOW_RANK | {"backward": "epilogue"},
+            LOW_RANK | {"backward_messages": "epilogue"},
             "the study saw +0.10% loss after 300 steps for low rank of epilogues at rank 16 of a width of 64 "
             "(docs/study.md)",
         ),
-        ({"backward": "all", "backward_rank": 8}, "+4.3% loss after 300 steps for low rank of all messages at rank 8"),
         (
-            {"backward": "all", "backward_rank": 32},
+            {"backward_messages": "all", "backward_rank": 8},
+            "+4.3% loss after 300 steps for low rank of all messages at rank 8",
+        ),
+        (
+            {"backward_messages": "all", "backward_rank": 32},
             "at rank 16 of a width of 64, and with a width of 256 +2.90% loss (+2.47 to +3.21 over 3 seeds) after 120 "
             "steps, and nothing at rank 32 (docs",
         ),
         (
-            LOW_RANK | {"backward": "all"},
+            LOW_RANK | {"backward_messages": "all"},
             "saw +1.72% loss after 300 steps and +0.85% loss (+0.27 to +1.86 over 3 seeds) after 50 steps for low rank",
         ),
         (
-            LOW_RANK | {"backward": "all", "error": "none"},
+            LOW_RANK | {"backward_messages": "all", "error": "none"},
             "saw +1.70% loss after 300 steps for low rank error=none of all messages at rank 16",
         ),
-        (LOW_RANK | {"backward": "all", "error": "explicit"}, "saw +1.72% loss"),
+        (LOW_RANK | {"backward_messages": "all", "error": "explicit"}, "saw +1.72% loss"),
         (
-            LOW_RANK | {"backward": "epilogue", "data": "all", "data_rank": 128},
+            LOW_RANK | {"backward_messages": "epilogue", "data_stages": "all", "data_rank": 128},
             "the study saw +0.15% loss after 300 steps for low rank of epilogues and gradients over data at rank 16 of "
             "a width of 64, and nothing at rank 128 of gradients over data (docs/study.md)",
         ),
         (
-            {"data": "all", "data_rank": 128},
+            {"data_stages": "all", "data_rank": 128},
             "saw +0.09% loss (-0.75 to +1.40 over 3 seeds) after 50 steps for low rank of gradients over data at rank "
             "16 of a width of 64, and with a width of 256 -0.10% loss (-0.51 to +0.22 over 3 seeds) after 120 steps, "
             "and nothing at rank 128 (docs",
         ),
         (
-            LOW_RANK | {"backward": "all", "forward": "all", "data": "all", "data_rank": 16},
+            LOW_RANK | {"backward_messages": "all", "forward_messages": "all", "data_stages": "all", "data_rank": 16},
             "saw +4.54% loss after 300 steps for low rank of all messages and activations and gradients over data at",
         ),
-        ({"forward": "all"}, "the study has no loss for low rank of activations (docs/study.md)"),
+        ({"forward_messages": "all"}, "the study has no loss for low rank of activations (docs/study.md)"),
         (
             {"backward_codec": "int8"},
             "the study saw +0.16% loss (-0.03 to +0.51 over 3 seeds) after 50 steps for int8 of all messages, and with",
@@ -141,7 +146,10 @@ def options(**values) -> CodecOptions:
             "the study has no loss for int8 feedback=False of all messages (docs/study.md); make study measures one",
         ),
         ({"data_codec": "fp8", "data_options": options(format="e5m2")}, "saw +0.23% loss"),
-        ({"backward": "epilogue", "backward_codec": "fp8"}, "for fp8 of all messages, and with a width of 256"),
+        (
+            {"backward_messages": "epilogue", "backward_codec": "fp8"},
+            "for fp8 of all messages, and with a width of 256",
+        ),
         ({"backward_codec": "remainder"}, "for remainder of all messages at rank 2 of a width of 64, and with"),
         (
             {"data_codec": "topk", "data_options": options(share=0.01)},

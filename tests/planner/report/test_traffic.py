@@ -21,6 +21,7 @@ from planner.cost.simulate import candidate_of_config
 from planner.cost.step_time import Problem
 from planner.planning.to_plan import device_order
 from planner.report import page, text, traffic
+from tests.compress_settings import nested
 from tests.planner.examples import cluster
 from tests.planner.report.reports import made_report
 
@@ -140,7 +141,7 @@ def test_what_leaves_by_a_trunk_is_counted_and_said():
     assert "trunks 2 trunks; by the busiest, that of 1 host, 0.008 Gbit/s" in said and "trunks" not in text.text(report)
 
 
-LOW_RANK = {"backward": "epilogue", "backward_rank": 4, "data": "all", "data_rank": 4}
+LOW_RANK = {"backward_messages": "epilogue", "backward_rank": 4, "data_stages": "all", "data_rank": 4}
 CODED = {
     "backward_codec": "int8",
     "backward_links": "0",
@@ -171,7 +172,7 @@ def test_compressed_bytes_are_those_that_the_trainers_step_asks_for(compress, me
     }
     whole = {}
     for name, chosen in (("dense", {}), ("compressed", compress | {"data_start": 0.0, "min_ratio": 1.5})):
-        config = from_dict(sections | {"compress": {"backward": "none", "data": "none", **chosen}})
+        config = from_dict(sections | {"compress": nested(chosen)})
         trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:8]))
         asked = probe.wire_bytes(trainer)
         some, candidate = cluster(8, 1), candidate_of_config(config)

@@ -21,6 +21,7 @@ from planner.search import explain, space
 from planner.search.budget import Budget
 from planner.search.search import Found, Options, Search
 from planner.search.space import COLUMNS, Choices, numbers_of
+from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
 
 CLOSED = Budget(margin=False)
@@ -146,7 +147,7 @@ def test_the_plan_is_the_candidate_on_its_hosts():
     assert config.stage_layers == found.candidate.counts
     assert config.micro_batches == found.candidate.micro_batches
     assert config.compress.error == "explicit"
-    assert config.compress.data_stages(4) == tuple(np.flatnonzero(step.compressed[0]).tolist())
+    assert config.compress.data.stages_of(4) == tuple(np.flatnonzero(step.compressed[0]).tolist())
     devices = np.array(plan.device_order).reshape(2, 4, 2)
     np.testing.assert_array_equal(devices // 4, np.broadcast_to(found.placement.hosts[..., None], (2, 4, 2)))
     assert (np.diff(devices, axis=2) == 1).all()
@@ -265,7 +266,7 @@ def test_a_schedule_from_a_file_is_tried_where_its_numbers_fit(tmp_path):
     assert found[str(path)].seconds == pytest.approx(found["1f1b"].seconds)
 
 
-CODECS = CompressConfig(backward_codec="int8", data_codec="int4")
+CODECS = compression(backward_codec="int8", data_codec="int4")
 SLOW = {"inside": {"alpha": 1e-6, "bandwidth": 3e11}, "between": {"alpha": 1e-6, "bandwidth": 1e9}}
 
 
@@ -283,9 +284,9 @@ def test_plans_with_codecs_are_searched_bounded_and_made():
     problem = Problem(one.cluster, MODEL, c)
     step = problem.step(one.fabric, found.placement.hosts[None])
     plan = to_plan.decide(one.cluster, c, found.placement.hosts, step, MODEL.layers, 32, CODECS, {})
-    assert (plan.compress.backward_codec, plan.compress.data_codec) == ("int8", "int4")
-    assert plan.compress.data_stages(c.pipe) == tuple(np.flatnonzero(step.compressed[0]).tolist())
-    assert plan.compress.data_rank == CODECS.data_rank
+    assert (plan.compress.backward.codec, plan.compress.data.codec) == ("int8", "int4")
+    assert plan.compress.data.stages_of(c.pipe) == tuple(np.flatnonzero(step.compressed[0]).tolist())
+    assert plan.compress.data.rank == CODECS.data_rank
     assert text.compression(c) == f"{c.backward[:3]}int8+dataint4"
     assert "compressed by int8 and data-parallel gradients on the critical path compressed by int4" in (
         text.compression_words(c)
@@ -294,7 +295,7 @@ def test_plans_with_codecs_are_searched_bounded_and_made():
 
 def test_plans_with_groups_of_data_ranks_say_so():
     """Where two groups of two data ranks or more exist; elsewhere plans compress among all data ranks."""
-    grouped = CompressConfig(data_codec="int4", data_inside=2, embedding_codec="int8")
+    grouped = compression(data_codec="int4", data_inside=2, embedding_codec="int8")
     choices = Choices(tensor=(1,), pipe=(2, 4), schedules=("eager_1f1b",), backward=(), coded=coded(grouped))
     one = search(cluster(8, 1, links=SLOW), choices=choices, gain=0.0)
     every = one.simulate(np.flatnonzero(np.isfinite(one.bounds)).tolist())
@@ -302,11 +303,11 @@ def test_plans_with_groups_of_data_ranks_say_so():
     for data, inside in ((4, 2), (2, 1)):
         c = next(f.candidate for f in every if f.candidate.data == data and f.candidate.data_rank)
         made = to_plan.sections(c, MODEL.layers, 32, grouped, np.ones(c.pipe, bool))["compress"]
-        assert c.inside == made.data_inside == inside
+        assert c.inside == made.data.inside == inside
         assert text.compression(c) == "dataint4" + "/2" * (inside == 2) + "+embint8"
-        assert made.embedding_codec == "int8"
+        assert made.embedding.codec == "int8"
         assert ("by int4 between groups of 2" in text.compression_words(c)) == (inside == 2)
-    assert to_plan.sections(c, MODEL.layers, 32, grouped, np.zeros(c.pipe, bool))["compress"].data_inside == 1
+    assert to_plan.sections(c, MODEL.layers, 32, grouped, np.zeros(c.pipe, bool))["compress"].data.inside == 1
     best = one.run().ranked[0]
     assert best.placement.bound <= best.seconds * (1 + 1e-9)
 
@@ -315,4 +316,4 @@ def test_a_plan_without_compression_names_no_codec():
     """A codec that is named would compress everything."""
     plain = search(choices=Choices(tensor=(1,), pipe=(4,), backward=(), data_ranks=())).run().ranked[0].candidate
     made = to_plan.sections(plain, MODEL.layers, 32, CODECS, np.zeros(4, bool))["compress"]
-    assert (made.chosen("backward"), made.chosen("data")) == ("none", "none")
+    assert (made.backward.chosen, made.data.chosen) == ("none", "none")

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from paxtrain.config import SAVE_MODES, CompressConfig, from_dict
+from paxtrain.config import SAVE_MODES, from_dict
 from paxtrain.config.options import CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import SPECS, names, parts
@@ -21,6 +21,7 @@ from planner.search.space import (
     enumerate_candidates,
     require_compression,
 )
+from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
 
 
@@ -65,7 +66,7 @@ def test_every_candidate_is_a_configuration():
                     "save": SAVE_MODES[row["save"]],
                 },
                 "batch": {"global_batch": 16, "micro_batch": row["micro_batch"]},
-                "compress": {"backward": BACKWARD[row["backward"]], "backward_rank": row["backward_rank"] or 16},
+                "compress": {"backward": {"messages": BACKWARD[row["backward"]], "rank": row["backward_rank"] or 16}},
             }
         )
         assert config.micro_batches == row["micro_batches"]
@@ -87,7 +88,7 @@ def test_the_budget_of_quality_is_kept():
 def test_what_a_codec_refuses_is_no_candidate():
     """A rank of 600 needs messages of as many rows, and one of 160 parts of gradients."""
     ranks = {f"{place}_options": CodecOptions({"rank": rank}) for place, rank in (("backward", 600), ("data", 160))}
-    codecs = coded(CompressConfig(backward_codec="remainder", data_codec="remainder", **ranks))
+    codecs = coded(compression(backward_codec="remainder", data_codec="remainder", **ranks))
     choices = Choices(
         tensor=(2,), sequence_parallel=(True,), backward=("all",), min_ratio=1.0, coded=codecs, schedules=("1f1b",)
     )
@@ -112,7 +113,7 @@ def test_ranks_and_codecs_that_fit_nowhere_are_told():
         with pytest.raises(UserError) as error:
             require_compression(enumerate_candidates(some, MODEL, 16, choices), MODEL, choices)
         assert words in str(error.value)
-    table = Choices(min_ratio=8.0, coded=coded(CompressConfig(embedding_codec="int8")))
+    table = Choices(min_ratio=8.0, coded=coded(compression(embedding_codec="int8")))
     with pytest.raises(UserError, match=r"compress\.embedding\.codec=int8 does not make a table of .* x 1024 8 times"):
         enumerate_candidates(some, MODEL, 16, table)
     fits = Choices(data_ranks=(256, 257), tensor=(1,), backward_ranks=(16, 9000), **kinds)

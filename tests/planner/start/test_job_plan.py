@@ -220,7 +220,7 @@ def test_nothing_that_fits_is_one_sentence(out):
 def test_bad_flags_and_sections_are_found_before_anything_is_measured():
     sections(values())
     with pytest.raises(UserError, match=r"compress.factors=int8 is not planned for"):
-        sections(values() | {"compress": {"factors": "int8", "backward": "all"}})
+        sections(values() | {"compress": {"factors": "int8", "backward": {"messages": "all"}}})
     with pytest.raises(UserError, match="--schedules must be some of"):
         PlanOptions(schedules=("zigzag",))
 

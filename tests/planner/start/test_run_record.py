@@ -106,9 +106,9 @@ def test_a_row_says_where_the_run_was_placed(tmp_path):
         ({"outer": {"every": 10, "groups": 2}}, "2 groups train apart"),
         ({"model": {"family": "llama"}}, "the model is a llama with a feed-forward part of 256"),
         ({"model": {"intermediate": 128}}, "the model is a gpt2 with a feed-forward part of 128"),
-        ({"compress": {"backward": "epilogue"}}, "messages are compressed"),
-        ({"compress": {"forward": "all"}}, "messages are compressed"),
-        ({"compress": {"data": "1"}}, "messages are compressed"),
+        ({"compress": {"backward": {"messages": "epilogue"}}}, "messages are compressed"),
+        ({"compress": {"forward": {"messages": "all"}}}, "messages are compressed"),
+        ({"compress": {"data": {"stages": "1"}}}, "messages are compressed"),
     ],
 )
 def test_what_the_table_cannot_say_gets_no_row(tmp_path, changes, words):
