@@ -1,14 +1,20 @@
-"""Flags that many mains share: that of a configuration file, and the values of all."""
+"""Flags that many mains share: those of a configuration file and of training, and the values of all."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from paxtrain.command_line import group
+from paxtrain.config import Config, from_dict, plan
 from paxtrain.config.load import errors_of
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
+from paxtrain.parallel.mesh import MOST_CPU_DEVICES, cpu_devices
+from paxtrain.process import distributed, supervised
 
 
 def define_config(name: str, default: str | None, description: str) -> None:
@@ -56,3 +62,39 @@ def values() -> dict[str, Any]:
         each for module, some in flags.FLAGS.flags_by_module_dict().items() if "absl" not in module for each in some
     ]
     return {flag.name: flag.value for flag in ours if isinstance(flag.value, str | int | float | list | None)}
+
+
+def define_training() -> None:
+    """Define the flags of the programs that train or profile a configuration."""
+    flags.DEFINE_string("plan", None, "A plan.json that overrides mesh, pipeline, batch and compress.")
+    description = "Virtual CPU devices per process; 0: what the mesh needs."
+    flags.DEFINE_integer("cpu_devices", 0, description, 0, MOST_CPU_DEVICES)
+    with group("Several processes"):
+        distributed.define_flags()
+    define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")
+
+
+def configured() -> tuple[Config, plan.Plan | None]:
+    """Return the configuration that the flags of `define_training` describe, and the plan that is part of it.
+
+    Raises:
+        UserError: a file cannot be read, or values do not fit.
+    """
+    f = flags.FLAGS
+    chosen = plan.load(f.plan) if f.plan else None
+    config = chosen.apply(f.config) if chosen else from_dict(f.config)
+    # Only the CPU backend reads this; on GPU clusters it changes nothing.
+    processes = f.num_processes or distributed.expected_processes(os.environ)
+    jax.config.update("jax_num_cpu_devices", f.cpu_devices or cpu_devices(config.mesh, processes))
+    return config, chosen
+
+
+def join() -> None:
+    """Join the other processes of the launch, as the flags of `define_training` say.
+
+    Raises:
+        UserError: the flags are incomplete or wrong, or the other processes cannot be joined.
+    """
+    f = flags.FLAGS
+    heartbeat = supervised.heartbeat(os.environ)
+    distributed.initialize(f.coordinator, f.num_processes, f.process_id, f.coordinator_timeout, heartbeat)

@@ -8,7 +8,6 @@
 A document is one file, or one line of a .jsonl file; every document ends with `<|endoftext|>`, or --end_of_text.
 """
 
-import dataclasses
 import os
 from collections.abc import Sequence
 
@@ -16,28 +15,18 @@ from absl import flags
 
 from paxtrain.command_line import run
 from paxtrain.data import checksums
-from paxtrain.data.preparation import DEFAULT_BPE_VOCABULARY, DEFAULTS, PrepareOptions, prepare
+from paxtrain.data.preparation import PrepareOptions, prepare
 from paxtrain.errors import UserError
+from paxtrain.knobs import define, given
 
 HINT = "name text files with --input="
 
 
 def define_flags() -> None:
     """Define this main's flags."""
-    d = DEFAULTS
     flags.DEFINE_list("input", ["stdlib"], "Text and .jsonl files, folders or globs; stdlib: Python's own library.")
     flags.DEFINE_string("out", "runs/data", "Directory for train.{bin,idx}, validation.{bin,idx} and tokenizer.json.")
-    flags.DEFINE_string(
-        "tokenizer", d.tokenizer, "bytes, bpe (trained on the input), gpt2, or a data set's or model's tokenizer.json."
-    )
-    flags.DEFINE_string("end_of_text", d.end_of_text, "The token after each document, with a tokenizer.json.")
-    flags.DEFINE_integer("vocab_size", None, f"Largest vocabulary of bpe; {DEFAULT_BPE_VOCABULARY} if not given.")
-    flags.DEFINE_string("vocab", None, "GPT-2's vocab.json.")
-    flags.DEFINE_string("merges", None, "GPT-2's merges.txt.")
-    flags.DEFINE_string("json_key", d.json_key, "Key of the text in .jsonl files.")
-    description = "Share of the documents that is held out for validation."
-    flags.DEFINE_float("validation_fraction", d.validation_fraction, description)
-    flags.DEFINE_integer("seed", d.seed, "Decides which documents are held out.")
+    define(PrepareOptions)
     flags.DEFINE_bool("verify", False, "Prepare nothing; compare the token files in --out with their checksums.")
 
 
@@ -60,8 +49,7 @@ def main(argv: Sequence[str]) -> None:
     if f.verify:
         _verify(f.out)
         return
-    options = PrepareOptions(**{field.name: getattr(f, field.name) for field in dataclasses.fields(PrepareOptions)})
-    prepared = prepare(f.input, f.out, options)
+    prepared = prepare(f.input, f.out, given(PrepareOptions))
     print(f"vocabulary: {prepared.vocab_size} ids, {prepared.tokenizer}")
     for name, prefix, count, tokens in zip(
         ("training", "validation"), prepared.prefixes, prepared.documents, prepared.tokens, strict=True

@@ -13,7 +13,7 @@ import jax
 from absl import flags
 from jax.sharding import Mesh
 
-from paxtrain import training_flags
+from paxtrain import flags as shared_flags
 from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import Config
 from paxtrain.errors import UserError
@@ -58,7 +58,7 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
 
 def define_flags() -> None:
     """Define this main's flags."""
-    training_flags.define_flags()
+    shared_flags.define_training()
     description = "Show what the step computes, moves and sends on an H100, from a program compiled without one."
     flags.DEFINE_bool("ledger", False, description)
     flags.DEFINE_integer("steps", 3, "Steps to trace.", lower_bound=1)
@@ -67,11 +67,11 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
     """Read the configuration, join the other processes, measure the step and print the table."""
     f = flags.FLAGS
-    config, chosen = training_flags.configured()
+    config, chosen = shared_flags.configured()
     if f.ledger:
         ledger.ledger(config)
         return
-    training_flags.join()
+    shared_flags.join()
     mesh, problem = None, None
     try:
         devices = host_major(chosen.hosts, distributed.host_names()) if chosen and chosen.hosts else None

@@ -3,20 +3,20 @@
 import os
 from collections.abc import Sequence
 
-from paxtrain import training_flags
+from paxtrain import flags as shared_flags
 from paxtrain.command_line import OVERRIDES, run
 from paxtrain.process import distributed, supervised
 from paxtrain.run.training import train_together
 
 HINT = OVERRIDES
-define_flags = training_flags.define_flags
+define_flags = shared_flags.define_training
 
 
 def main(argv: Sequence[str]) -> None:
     """Read the configuration, join the other processes and train."""
-    config, chosen = training_flags.configured()
+    config, chosen = shared_flags.configured()
     with supervised.Progress(os.environ) as progress:
-        training_flags.join()
+        shared_flags.join()
         train_together(config, chosen, distributed.host_names() if chosen and chosen.hosts else [], progress)
 
 

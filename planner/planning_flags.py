@@ -6,17 +6,17 @@ from typing import Any
 from absl import flags
 
 from paxtrain.config.parallel import MOST_SEQUENCES
-from paxtrain.errors import UserError, whole
+from paxtrain.errors import UserError
 from paxtrain.flags import define_config
-from paxtrain.schedule.schedules import names
+from paxtrain.knobs import define, given
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.fit.recalibrate import recalibrated
 from planner.planning.inputs import sections
 from planner.planning.loss_budget import read
-from planner.planning.options import AUTO, AUTOMATIC, GROUPS, KINDS, SEQUENCE, UNEVEN_DATA, ZERO1, PlanOptions
+from planner.planning.options import PlanOptions
 
-_INTEGERS = ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages")
+_OPTIONS = [field.name for field in dataclasses.fields(PlanOptions) if field.name != "oracle"]
 # What the planner decides, and the flags that narrow it to a value.
 _DECIDED = {
     "mesh.data": "--data={}",
@@ -66,49 +66,10 @@ def define_inputs() -> None:
 
 def define_flags() -> None:
     """Define a flag for each option except `oracle`."""
-    d = PlanOptions()
-
-    def define_list(name: str, description: str) -> None:
-        flags.DEFINE_list(name, [str(value) for value in getattr(d, name)], description)
-
-    known = f"none, {AUTO} ({' and '.join(AUTOMATIC)}), or some of {', '.join(KINDS)}"
-    description = f"Messages that may be compressed, which changes training: {known}."
-    flags.DEFINE_list("compress", list(d.compress) or ["none"], description)
-    define_list("backward_ranks", "Ranks allowed for gradients between stages.")
-    define_list("data_ranks", "Ranks allowed for gradients over data.")
-    description = f"Losses of codecs on this model, from paxtrain.study --probe; --compress={AUTO} chooses among them."
-    flags.DEFINE_string("probe", d.probe, description)
-    description = "Most loss that the codecs of --probe may cost together, as a share of dense training's."
-    flags.DEFINE_float("loss_budget", d.loss_budget, description, lower_bound=0)
-    description = "Share of the step that each kind of compression must gain at least."
-    flags.DEFINE_float("gain", d.gain, description, lower_bound=0)
-    define_list("data", "Sizes of the data axis to try; all that divide if empty.")
-    define_list("tensor", "Sizes of the tensor axis to try; likewise.")
-    define_list("pipe", "Sizes of the pipe axis to try; likewise.")
-    define_list("micro_batch", "Micro-batches to try; likewise.")
-    define_list("virtual_stages", "Chunks per stage of interleaved schedules to try.")
-    flags.DEFINE_enum("zero1", d.zero1, list(ZERO1), "Split the optimizer's state over data.")
-    description = "Split the sequence wherever tensor is above 1."
-    flags.DEFINE_enum("sequence_parallel", d.sequence_parallel, list(SEQUENCE), description)
-    define_list("schedules", f"Schedules to try, of {', '.join(names())}; or CSV files.")
-    define_list("saves", "What a forward may keep for its backward.")
-    flags.DEFINE_bool("uneven", d.uneven, "Also split layers unevenly over the stages.")
-    description = "Give data ranks on slow devices fewer micro-batches, if there are several kinds of devices."
-    flags.DEFINE_enum("uneven_data", d.uneven_data, list(UNEVEN_DATA), description)
-    description = "Number of groups, if --model.outer.every: as configured, or one on each site of the cluster."
-    flags.DEFINE_enum("groups", d.groups, list(GROUPS), description)
-    flags.DEFINE_integer("tensor_hosts", d.tensor_hosts, "Hosts in a row that each tensor group spans.", lower_bound=1)
-    flags.DEFINE_float("usable_memory", d.usable_memory, "Share of a device's memory to use.", 0.05, 1.0)
-    flags.DEFINE_bool("memory_margin", d.memory_margin, "Add the safety margin to the closed form's memory.")
-    description = "Quantile of the link samples for which placements are optimized."
-    flags.DEFINE_float("quantile", d.quantile, description, 0.0, 1.0)
-    flags.DEFINE_integer("top", d.top, "Plans to rank.", lower_bound=1)
-    flags.DEFINE_integer("placed", d.placed, "Most meshes and schedules to place thoroughly.", lower_bound=1)
-    flags.DEFINE_bool("nearby", d.nearby, "Tell of quicker plans on fewer hosts and for batches near by.")
-    flags.DEFINE_integer("seed", d.seed, "Seed of the annealing.", lower_bound=0)
+    define(PlanOptions, *_OPTIONS, compress=["none"])
 
 
-def options(**more: str) -> PlanOptions:
+def options(**more: Any) -> PlanOptions:
     """Return the options that the flags give.
 
     Args:
@@ -117,19 +78,10 @@ def options(**more: str) -> PlanOptions:
     Raises:
         UserError: a flag is out of its range.
     """
-    names = [field.name for field in dataclasses.fields(PlanOptions) if field.name != "oracle"]
-    given = {name: getattr(flags.FLAGS, name) for name in names}
-    for name, value in given.items():
-        if name in _INTEGERS:
-            if not all(whole(word.strip()) for word in value):
-                raise UserError(f"--{name} must be positive integers joined by commas, got {','.join(value)}")
-            given[name] = tuple(map(int, value))
-        elif isinstance(value, list):
-            given[name] = tuple(value)
-    if flags.FLAGS["loss_budget"].present and not given["probe"]:
+    f = flags.FLAGS
+    found = given(PlanOptions, compress=tuple(kind for kind in f.compress if kind != "none"), **more)
+    if f["loss_budget"].present and not found.probe:
         raise UserError("--loss_budget needs --probe, a probe.json of python -m paxtrain.study --probe")
-    given["compress"] = tuple(kind for kind in given["compress"] if kind != "none")
-    found = PlanOptions(**{**given, **more})
     if found.probe:
         read(found)  # what is wrong with it is told before anything is measured
     return found
@@ -152,15 +104,15 @@ def decided_values() -> dict[str, Any]:
             )
     values = f.model.to_dict()
     sections(values)
-    given = [name.removeprefix("model.") for name in f if name.startswith("model.") and f[name].present]
-    for key in given:
+    keys = [name.removeprefix("model.") for name in f if name.startswith("model.") and f[name].present]
+    for key in keys:
         if key in _SET:
             raise UserError(f"--model.{key} has no effect, since each plan sets {key} itself; leave it out")
         if key in _UNUSED or (key.split(".")[0] in _TRAINED and key not in _READ):
             raise UserError(
                 f"--model.{key} has no effect, since no plan depends on it; give it to paxtrain.train as --config.{key}"
             )
-    if f.global_batch and "batch.global_batch" in given and values["batch"]["global_batch"] != f.global_batch:
+    if f.global_batch and "batch.global_batch" in keys and values["batch"]["global_batch"] != f.global_batch:
         raise UserError(
             f"--global_batch={f.global_batch} and --model.batch.global_batch={values['batch']['global_batch']} "
             "contradict each other; leave one of them out"

@@ -16,6 +16,7 @@ from paxtrain import tables
 from paxtrain.command_line import OVERRIDES, group, run
 from paxtrain.config import from_dict
 from paxtrain.errors import MOST_SECONDS, UserError, whole
+from paxtrain.knobs import define, given
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES
 from paxtrain.process import distributed
 from planner.measure import flags as measure_flags
@@ -41,13 +42,11 @@ def define_flags() -> None:
             [f"{size // MIB}" for size in default.sizes],
             "Sizes of the messages in MiB; use less than 1 for slow links.",
         )
-        flags.DEFINE_integer("repeats", default.repeats, "Samples of every link and compute time.", 1, 10_000)
-        flags.DEFINE_integer("rounds", default.rounds, "Most rounds of host pairs per repeat.", 1, 1_000_000)
+        define(ProfileOptions, "repeats", "rounds")
         flags.DEFINE_list("micro_batches", [str(b) for b in default.micro_batches], "Sequences per micro-batch.")
         flags.DEFINE_bool("links_only", False, "Measure no compute; the planner then uses the devices' data sheets.")
         measure_flags.define_flags()
-        flags.DEFINE_list("tensor", [], "Sizes of the tensor axis; default: all that divide host and model.")
-        flags.DEFINE_float("time_limit", None, "Seconds after which to keep what was measured, and end.", lower_bound=1)
+        define(ProfileOptions, "tensor", "time_limit")
     with group("Several processes"):
         flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", 1, MOST_CPU_DEVICES)
         flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
@@ -77,14 +76,11 @@ def _sizes(values: Sequence[str]) -> tuple[int, ...]:
 
 
 def _options(f: flags.FlagValues) -> ProfileOptions:
-    options = ProfileOptions(
+    options = given(
+        ProfileOptions,
         sizes=_sizes(f.sizes),
-        repeats=f.repeats,
-        rounds=f.rounds,
         micro_batches=() if f.links_only else _positive("micro_batches", f.micro_batches),
         tensor=_positive("tensor", f.tensor),
-        time_limit=f.time_limit,
-        compute_hosts=f.compute_hosts,
     )
     if not options.sizes or not (options.micro_batches or f.links_only):
         raise UserError("--sizes and --micro_batches must name at least one size, got none; give one, such as 1")
@@ -93,8 +89,9 @@ def _options(f: flags.FlagValues) -> ProfileOptions:
             f"--time_limit must be finite, at most {MOST_SECONDS:,.0f} s, got {f.time_limit}; leave it out for no limit"
         )
     if not f.answer_timeout <= MOST_SECONDS:
-        given = f.answer_timeout
-        raise UserError(f"--answer_timeout must be a number of seconds, got {given}; {MOST_SECONDS:,.0f} is the most")
+        raise UserError(
+            f"--answer_timeout must be a number of seconds, got {f.answer_timeout}; {MOST_SECONDS:,.0f} is the most"
+        )
     return options
 
 

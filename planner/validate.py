@@ -30,7 +30,8 @@ from absl import flags
 
 from paxtrain.command_line import run
 from paxtrain.errors import UserError
-from planner.fit import accuracy, trial_model, trials
+from paxtrain.knobs import define, given
+from planner.fit import trial_model, trials
 from planner.fit.validation import ValidateOptions, validate
 
 HINT = "name the table with --trials=trials.csv"
@@ -39,9 +40,7 @@ HINT = "name the table with --trials=trials.csv"
 def main(argv: Sequence[str]) -> None:
     """Fit, predict, score and write."""
     f = flags.FLAGS
-    options = ValidateOptions(
-        fit=f.fit, folds=f.folds or 0, seed=f.seed, seeds=f.seeds, hold_out=f.hold_out, method=_method()
-    )
+    options = given(ValidateOptions, folds=f.folds or 0, method=_method())
     if f.trials is None:
         raise UserError("no trials were given; name a table of measured runs with --trials=trials.csv")
     out, found = pathlib.Path(f.out), validate(trials.read(f.trials), options)
@@ -70,15 +69,7 @@ def _method() -> str:
 def define_flags() -> None:
     """Define this main's flags."""
     flags.DEFINE_string("trials", None, "The table of measured runs, a CSV as planner/fit/trials.py describes it.")
-    flags.DEFINE_integer(
-        "fit", None, "Rows to fit; default: 60, or half of the measured rows if that is fewer.", lower_bound=1
-    )
-    flags.DEFINE_integer("folds", None, "Parts, each of which is held out once; replaces --fit.", lower_bound=2)
-    flags.DEFINE_integer("seed", 0, "Seed of the draw of rows.", lower_bound=0)
-    flags.DEFINE_integer("seeds", 1, "Repetitions, with --seed and the seeds after it.", 1, 1000)
-    flags.DEFINE_enum(
-        "hold_out", "rows", list(accuracy.HOLD_OUT), "What is held out: rows, whole cells or whole meshes; see above."
-    )
+    define(ValidateOptions, "fit", "folds", "seed", "seeds", "hold_out", folds=None)
     methods = [method for method in trial_model.METHODS if method not in trial_model.EXECUTORS.values()]
     flags.DEFINE_enum("method", "simulate", ["simulate", *methods], "How stages compose an iteration.")
     flags.DEFINE_enum("executor", "ideal", list(trial_model.EXECUTORS), "Whose runs are simulated.")

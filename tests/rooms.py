@@ -1,6 +1,6 @@
 """Who may import whom: the one table of it, which the tests of the rooms and of BUILD read."""
 
-SHARED = {f"paxtrain/{name}.py" for name in ("errors", "files", "tables")}  # every room may import them
+SHARED = {f"paxtrain/{name}.py" for name in ("errors", "files", "knobs", "tables")}  # every room may import them
 # Rooms that each room may import, besides itself and SHARED. A package's own entry is for its mains, which lie
 # directly in it. They read flags and call the rooms, which never import them.
 _STEP = ("compress", "compress/codecs", "paxtrain/config", "paxtrain/model", "paxtrain/schedule", "paxtrain/pipeline")

@@ -41,14 +41,15 @@ class PrepareOptions:
     """Options of `prepare`; the flags of paxtrain.prepare have the same names.
 
     Attributes:
-        tokenizer: "bytes", "bpe" (trained on the training documents), "gpt2" (from `vocab` and `merges`), or the path
+        tokenizer: one of bytes, bpe (trained on the training documents), gpt2 (from --vocab and --merges), or the path
             of another data set's or a model's tokenizer.json.
         end_of_text: token after each document; only a tokenizer.json allows another than the default.
-        vocab_size: largest vocabulary of "bpe"; None: DEFAULT_BPE_VOCABULARY.
+        vocab_size: largest vocabulary of bpe; 8192 if not given.
         vocab: path of GPT-2's vocab.json.
         merges: path of GPT-2's merges.txt.
         json_key: key of the text in the objects of .jsonl files.
-        validation_fraction: share of the documents that is held out, at least one; a single document gives its end.
+        validation_fraction: share of the documents that is held out for validation, at least one; a single document
+            gives its end.
         seed: seed of the choice of held-out documents.
 
     Raises:

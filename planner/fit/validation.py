@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from paxtrain.errors import UserError
+from paxtrain.knobs import knob
 from planner.fit import accuracy, calibrate, trials
 from planner.fit.accuracy import Scores, Split
 from planner.fit.trials import Trial
@@ -114,22 +115,22 @@ class ValidateOptions:
     """Options of `validate`; the flags of planner.validate have the same names.
 
     Attributes:
-        fit: rows to fit; None: 60, or half of the measured rows if that is fewer.
-        folds: parts, each of which is held out once; 0: one split with `fit` rows.
+        fit: rows to fit; default: 60, or half of the measured rows if that is fewer.
+        folds: parts, each of which is held out once; replaces --fit.
         seed: seed of the draw of rows.
-        seeds: repetitions, with `seed` and the seeds after it.
-        hold_out: unit of the draw, one of accuracy.HOLD_OUT.
-        method: how stages compose an iteration, one of trial_model.METHODS.
+        seeds: repetitions, with --seed and the seeds after it.
+        hold_out: what is held out: rows, whole cells or whole meshes.
+        method: how stages compose an iteration.
 
     Raises:
         UserError: `fit` and `folds` are both given.
     """
 
-    fit: int | None = None
-    folds: int = 0
-    seed: int = 0
-    seeds: int = 1
-    hold_out: str = "rows"
+    fit: int | None = knob(None, least=1)
+    folds: int = knob(0, least=2)
+    seed: int = knob(0, least=0)
+    seeds: int = knob(1, least=1, most=1000)
+    hold_out: str = knob("rows", among=tuple(accuracy.HOLD_OUT))
     method: str = "simulate"
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from paxtrain.config.shipped import find
 from paxtrain.errors import MOST_SECONDS, UserError, whole
+from paxtrain.knobs import knob
 from planner.jobs import jobset, slurm
 from planner.jobs.job import Job, seconds
 
@@ -35,54 +36,54 @@ class LaunchOptions:
     Attributes:
         kind: one of `KINDS`.
         arguments: further flags of planner.run.
-        config: path or shipped name of the configuration file.
-        plan: path of a plan.json, or "auto".
-        out: folder of the run; "" for the default of the kind.
+        config: configuration: a path, or the name of a shipped one; overrides of it follow --.
+        plan: path of a plan.json; auto: plan for the nodes that the job gets.
+        out: folder of the run, shared by all nodes; default: runs/job, or run in --mount.
         max_restarts: largest number of restarts after faults.
-        link_timeout: seconds for which a link or a host may be silent.
+        link_timeout: seconds for which a link or a host may be silent before it counts as lost.
         name: name of the job.
-        nodes: number of nodes; None if not given.
-        gpus_per_node: number of GPUs of each node; 0 to train on CPUs.
-        signal_ahead: seconds between SIGTERM and the end of the job.
-        setup: shell lines before everything else.
-        min_nodes: smallest number of nodes; None for all.
-        per_gpu: whether each GPU has its own process.
-        time: time limit in SLURM's notation; "" for the partition's.
-        partition: SLURM partition; "" for the default.
-        account: SLURM account; "" for the default.
-        sbatch: further options of sbatch.
-        image: container image.
-        volume: persistent volume claim that holds `out`.
+        nodes: number of nodes that the job asks for.
+        gpus_per_node: number of GPUs of each node; 0: train on CPUs.
+        signal_ahead: seconds from SIGTERM to the end of the job, for a last checkpoint.
+        setup: shell line before all others, such as one that enters an environment; repeatable.
+        min_nodes: smallest number of nodes; default: all of --nodes.
+        per_gpu: one process per GPU; default: one per node, with all its GPUs.
+        time: time limit in SLURM's notation; default: the partition's.
+        partition: SLURM partition.
+        account: SLURM account.
+        sbatch: further option of sbatch, such as --sbatch=--qos=high; repeatable.
+        image: container image, such as one built from the Dockerfile.
+        volume: persistent volume claim that holds --out; all pods write to it.
         mount: path of the volume in the pods.
-        rdma: resources that give a pod RDMA devices, NAME or NAME=COUNT.
+        rdma: resource that gives a pod its RDMA devices, such as rdma/hca=8; repeatable. Without, NCCL uses TCP.
         hosts: number of hosts of a local run, each a process of this machine.
-        cpu_devices: number of virtual CPU devices of each local host.
+        cpu_devices: number of virtual CPU devices of each host of a local run.
     """
 
     kind: str
     arguments: tuple[str, ...]
-    config: str | None
-    plan: str
-    out: str
-    max_restarts: int
-    link_timeout: float
-    name: str
-    nodes: int | None
-    gpus_per_node: int
-    signal_ahead: int
-    setup: tuple[str, ...]
-    min_nodes: int | None
-    per_gpu: bool
-    time: str
-    partition: str
-    account: str
-    sbatch: tuple[str, ...]
-    image: str
-    volume: str
-    mount: str
-    rdma: tuple[str, ...]
-    hosts: int
-    cpu_devices: int
+    config: str | None = knob(None)
+    plan: str = knob("auto")
+    out: str = knob("")
+    max_restarts: int = knob(10, least=0, most=1_000_000)
+    link_timeout: float = knob(60.0, least=1)
+    name: str = knob("paxtrain")
+    nodes: int | None = knob(None, least=1, most=16_384)
+    gpus_per_node: int = knob(8, least=0, most=1024)
+    signal_ahead: int = knob(300, least=1, most=65_535)
+    setup: tuple[str, ...] = knob((), repeat=True)
+    min_nodes: int | None = knob(None, least=1, most=16_384)
+    per_gpu: bool = knob(False)
+    time: str = knob("")
+    partition: str = knob("")
+    account: str = knob("")
+    sbatch: tuple[str, ...] = knob((), repeat=True)
+    image: str = knob("")
+    volume: str = knob("paxtrain")
+    mount: str = knob("/data")
+    rdma: tuple[str, ...] = knob((), repeat=True)
+    hosts: int = knob(4, least=1, most=1024)
+    cpu_devices: int = knob(1, least=1, most=1024)
 
 
 def check_kind(kind: str, arguments: tuple[str, ...], given: Collection[str]) -> None:

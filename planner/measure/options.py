@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from paxtrain.knobs import knob
+
 MIB = 1 << 20
 
 
@@ -14,19 +16,19 @@ class ProfileOptions:
         repeats: samples of every link and of every compute time.
         rounds: largest number of rounds of host pairs per repeat. If there are more, a random sample is measured.
         micro_batches: sequences per micro-batch whose compute is measured; empty: no compute is measured.
-        tensor: tensor-parallel sizes whose compute is measured; empty: all that divide a host's devices and the model.
-        time_limit: seconds for the whole profile; None: no limit.
+        tensor: sizes of the tensor axis whose compute is measured; empty: all that divide host and model.
+        time_limit: seconds after which to keep what was measured, and end; default: no limit.
         least: number of compute sizes that are measured even if the time is up.
         compute_hosts: hosts of each device kind on which compute is measured; 0: all.
         all_reduces: whether all-reduces are timed and compared with the times that the links predict.
     """
 
     sizes: tuple[int, ...] = (MIB, 4 * MIB, 16 * MIB)
-    repeats: int = 5
-    rounds: int = 63
+    repeats: int = knob(5, least=1, most=10_000)
+    rounds: int = knob(63, least=1, most=1_000_000)
     micro_batches: tuple[int, ...] = (1, 2, 4)
-    tensor: tuple[int, ...] = ()
-    time_limit: float | None = None
+    tensor: tuple[int, ...] = knob(())
+    time_limit: float | None = knob(None, least=1)
     least: int = 0
     compute_hosts: int = 0
     all_reduces: bool = True

@@ -1,11 +1,10 @@
 """Options of planning: the plans that may be chosen, and the search for the best of them."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, OuterConfig
 from paxtrain.errors import UserError
+from paxtrain.knobs import check, knob
 from paxtrain.schedule.schedules import FILE, SPECS, names
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
@@ -21,6 +20,8 @@ UNEVEN_DATA = SEQUENCE
 ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
 GROUPS = ("configured", "sites")
 ORACLE = ("auto", "yes", "no")
+# Options that are choices of the search as they are.
+_CHOSEN = ("data", "tensor", "pipe", "micro_batch", "virtual_stages", "schedules", "saves", "backward_ranks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class PlanOptions:
         data_ranks: ranks allowed for gradients over data.
         probe: file of losses of codecs on the model, probe.json of `python -m paxtrain.study --probe`; "" without. With
             it, "auto" chooses among these codecs, at each place and on all links.
-        loss_budget: most loss that the codecs of a probe may cost together, as a share of dense training's.
+        loss_budget: most loss that the codecs of --probe may cost together, as a share of dense training's.
         gain: least share of the step that each kind of compression must gain, since compression changes training.
         data: sizes of the data axis to try; empty for all that divide.
         tensor: sizes of the tensor axis to try; likewise.
@@ -44,7 +45,7 @@ class PlanOptions:
         virtual_stages: chunks per stage to try with interleaved schedules.
         zero1: whether the optimizer's state is split over data: "no", "yes", or "both" to try both.
         sequence_parallel: whether the sequence is split if tensor is above 1: "no", "yes", or "both" to try both.
-        schedules: schedules to try.
+        schedules: schedules to try, or CSV files of schedules.
         saves: save modes to try, which say what a forward keeps for its backward.
         uneven: whether uneven splits of the layers over the stages are tried too.
         uneven_data: whether data ranks on slow devices get fewer micro-batches: "no", "yes", or "both" to try both.
@@ -65,88 +66,58 @@ class PlanOptions:
         UserError: a value is none of those above.
     """
 
-    compress: tuple[str, ...] = ()
-    backward_ranks: tuple[int, ...] = (16,)
-    data_ranks: tuple[int, ...] = (128,)
-    probe: str = ""
-    loss_budget: float = 0.01
-    gain: float = 0.01
-    data: tuple[int, ...] = ()
-    tensor: tuple[int, ...] = ()
-    pipe: tuple[int, ...] = ()
-    micro_batch: tuple[int, ...] = ()
-    virtual_stages: tuple[int, ...] = (2, 4)
-    zero1: str = "both"
-    sequence_parallel: str = "both"
-    schedules: tuple[str, ...] = tuple(TRIED)
-    saves: tuple[str, ...] = SAVE_MODES
-    uneven: bool = True
-    uneven_data: str = "both"
-    groups: str = "configured"
-    tensor_hosts: int = 1
-    usable_memory: float = closed_form.USABLE
-    memory_margin: bool = True
-    quantile: float = 0.5
-    top: int = 10
-    placed: int = 4
-    nearby: bool = True
-    seed: int = 0
-    oracle: str = "auto"
+    compress: tuple[str, ...] = knob(())
+    backward_ranks: tuple[int, ...] = knob((16,))
+    data_ranks: tuple[int, ...] = knob((128,))
+    probe: str = knob("")
+    loss_budget: float = knob(0.01, least=0)
+    gain: float = knob(0.01, least=0)
+    data: tuple[int, ...] = knob(())
+    tensor: tuple[int, ...] = knob(())
+    pipe: tuple[int, ...] = knob(())
+    micro_batch: tuple[int, ...] = knob(())
+    virtual_stages: tuple[int, ...] = knob((2, 4))
+    zero1: str = knob("both", among=tuple(ZERO1))
+    sequence_parallel: str = knob("both", among=tuple(SEQUENCE))
+    schedules: tuple[str, ...] = knob(TRIED, among=names())
+    saves: tuple[str, ...] = knob(SAVE_MODES, among=SAVE_MODES)
+    uneven: bool = knob(True)
+    uneven_data: str = knob("both", among=tuple(UNEVEN_DATA))
+    groups: str = knob("configured", among=GROUPS)
+    tensor_hosts: int = knob(1, least=1)
+    usable_memory: float = knob(closed_form.USABLE, least=0.05, most=1.0)
+    memory_margin: bool = knob(True)
+    quantile: float = knob(0.5, least=0.0, most=1.0)
+    top: int = knob(10, least=1)
+    placed: int = knob(4, least=1)
+    nearby: bool = knob(True)
+    seed: int = knob(0, least=0)
+    oracle: str = knob("auto", among=ORACLE)
 
     def __post_init__(self) -> None:
         for kind in self.compress:
             if kind not in KINDS and self.compress != (AUTO,):
                 raise UserError(f"--compress must be none, auto or some of {', '.join(KINDS)}, got {kind!r}")
         if self.probe and self.compress != (AUTO,):
-            given = ",".join(self.compress) or "none"
-            raise UserError(f"--probe={self.probe} needs --compress={AUTO}, which it decides, got --compress={given}")
-        files = tuple(name for name in self.schedules if name.endswith(FILE))
-        _check_known("schedules", self.schedules, names() + files)
+            asked = ",".join(self.compress) or "none"
+            raise UserError(f"--probe={self.probe} needs --compress={AUTO}, which it decides, got --compress={asked}")
+        if unknown := [name for name in self.schedules if name not in names() and not name.endswith(FILE)]:
+            raise UserError(f"--schedules must be some of {', '.join(names())}, got {unknown[0]!r}")
         for name in self.schedules:
             try:
                 SPECS[name].travel(True)
             except ValueError as error:
                 raise UserError(f"--schedules: {error}") from error
-        _check_known("saves", self.saves, SAVE_MODES)
+        check(self, *(("schedules",) if self.schedules else ()))
         if all(SPECS[name].splits for name in self.schedules) and not set(self.saves) & set(SPLIT_SAVES):
             known = " or ".join(SPLIT_SAVES)
             raise UserError(f"--schedules={','.join(self.schedules)} needs --saves={known}, got {','.join(self.saves)}")
-        for name in ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages"):
-            values = getattr(self, name)
-            if not all(type(value) is int and value > 0 for value in values):
-                given = ",".join(map(str, values))
-                raise UserError(f"--{name} must be positive integers joined by commas, got {given}")
         if min(self.virtual_stages, default=2) < 2:
-            given = ",".join(map(str, self.virtual_stages))
+            asked = ",".join(map(str, self.virtual_stages))
             raise UserError(
-                f"--virtual_stages must be integers from 2 on, got {given}; to plan without virtual stages leave "
+                f"--virtual_stages must be integers from 2 on, got {asked}; to plan without virtual stages leave "
                 "interleaved_1f1b out of --schedules"
             )
-        answers = {
-            "zero1": ZERO1,
-            "sequence_parallel": SEQUENCE,
-            "uneven_data": UNEVEN_DATA,
-            "groups": GROUPS,
-            "oracle": ORACLE,
-        }
-        for name, choices in answers.items():
-            if getattr(self, name) not in choices:
-                raise UserError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        bounds = {
-            "gain": (0.0, math.inf),
-            "loss_budget": (0.0, math.inf),
-            "usable_memory": (0.05, 1.0),
-            "quantile": (0.0, 1.0),
-        }
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            if not math.isfinite(value):
-                raise UserError(f"--{name} must be a number, got {value}")
-            if not low <= value <= high:
-                raise UserError(f"--{name} must be {low:g} to {high:g}, got {value:g}")
-        for name, least in (("top", 1), ("placed", 1), ("seed", 0), ("tensor_hosts", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 
     def kinds(self, coded: Coded = LOW_RANK) -> tuple[str, ...]:
         """Return the kinds of messages that may be compressed.
@@ -199,19 +170,12 @@ class PlanOptions:
             )
         kinds = self.kinds(coded)
         return Choices(
-            data=self.data,
-            tensor=self.tensor,
-            pipe=self.pipe,
-            micro_batch=self.micro_batch,
-            virtual_stages=self.virtual_stages,
+            **{name: getattr(self, name) for name in _CHOSEN},
             zero1=ZERO1[self.zero1],
             sequence_parallel=SEQUENCE[self.sequence_parallel],
             reduce_dtype=reduce_dtype,
-            schedules=self.schedules,
-            saves=self.saves,
             scan_layers=scan_layers,
             backward=tuple(kind for kind in kinds if kind in BACKWARD),
-            backward_ranks=self.backward_ranks,
             data_ranks=self.data_ranks if "data" in kinds else (),
             min_ratio=min_ratio,
             coded=coded,
@@ -221,14 +185,7 @@ class PlanOptions:
 
     def search(self) -> Options:
         """Return the options of the search."""
-        return Options(
-            top=self.top,
-            placed=self.placed,
-            quantile=self.quantile,
-            seed=self.seed,
-            uneven=self.uneven,
-            gain=self.gain,
-        )
+        return Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)})
 
     def budget(
         self,
@@ -248,11 +205,3 @@ class PlanOptions:
             min_ratio: least ratio of compression, for what groups exchange; see CompressConfig.
         """
         return Budget(self.usable_memory, error, scan_layers, self.memory_margin, coded, outer, min_ratio)
-
-
-def _check_known(name: str, values: Sequence[str], known: Sequence[str]) -> None:
-    if not values:
-        raise UserError(f"--{name} must be some of {', '.join(known)}, got none")
-    for value in values:
-        if value not in known:
-            raise UserError(f"--{name} must be some of {', '.join(known)}, got {value!r}")

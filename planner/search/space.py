@@ -44,26 +44,6 @@ def _named(names: tuple[str, ...]) -> Column:
     return Column(lambda number: names[number], names.index)
 
 
-# All that a candidate chooses, in the order in which it is enumerated.
-COLUMNS = {
-    "data": Column(),
-    "pipe": Column(),
-    "tensor": Column(),
-    "micro_batch": Column(),
-    "micro_batches": Column(),
-    "schedule": Column(name_of, code),
-    "chunks": Column(),
-    "save": _named(SAVE_MODES),
-    "zero1": Column(bool),
-    "sequence_parallel": Column(bool),
-    "reduce_dtype": _named(REDUCE_DTYPES),
-    "backward": _named(BACKWARD),
-    "backward_rank": Column(lambda number: number or _NO_RANK),
-    "data_rank": Column(),
-    "uneven_data": Column(bool),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Choices:
     """The choices of the search. The kinds and ranks of compression are the budget of quality.
@@ -118,7 +98,7 @@ DEFAULTS = Choices()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Space:
-    """Candidates as columns [N], named like the fields of planner.cost.candidate.Candidate.
+    """Candidates as columns [N], named like the fields of planner.cost.candidate.Candidate, in the order of `_rows`.
 
     COLUMNS says what their numbers stand for.
 
@@ -156,6 +136,24 @@ class Space:
     def take(self, where: Array) -> "Space":
         """Return some of the candidates."""
         return Space(**{field.name: getattr(self, field.name)[where] for field in dataclasses.fields(self)})
+
+
+_MEANINGS = {
+    "schedule": Column(name_of, code),
+    "save": _named(SAVE_MODES),
+    "zero1": Column(bool),
+    "sequence_parallel": Column(bool),
+    "reduce_dtype": _named(REDUCE_DTYPES),
+    "backward": _named(BACKWARD),
+    "backward_rank": Column(lambda number: number or _NO_RANK),
+    "uneven_data": Column(bool),
+}
+# All that a candidate chooses, in the order in which it is enumerated.
+COLUMNS = {
+    field.name: _MEANINGS.get(field.name, Column())
+    for field in dataclasses.fields(Space)
+    if field.name in Candidate.__dataclass_fields__
+}
 
 
 def candidate_of(space: Space, i: int, counts: tuple[int, ...], choices: Choices = DEFAULTS) -> Candidate:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paxtrain.errors import MOST_SECONDS, UserError
+from paxtrain.knobs import knob
 from paxtrain.process import job_secret
 from planner.supervision import entries
 from planner.supervision.addresses import addresses, names, number, run_id
@@ -34,30 +35,31 @@ class SuperviseOptions:
 
     Attributes:
         hosts: all hosts, HOST or HOST:PORT joined by commas, or @FILE with one a line.
-        host: this host's place among them, from 0 on; None: as the launcher's environment says.
-        name: name of this host in messages; None: as in `hosts`.
-        port: port of supervisors where `hosts` names none.
-        per_host: supervisors of each host in `hosts`, on consecutive ports.
+        host: number of this host among them, from 0 on; launchers tell it themselves.
+        name: name of this host in messages, as in the plan; default: as in --hosts.
+        port: port of supervisors where --hosts names none.
+        per_host: supervisors of each host in --hosts, on consecutive ports.
         limits: time limits of the run.
-        log: file that takes the command's output; None: as `logs` says.
-        logs: folder for log and report of every host; None: the log is runs/supervise/host<I>.log.
-        finished: file that the command leaves when all is done; None: the exit code alone says so.
-        report: JSON file for the cause and all reports of a fault; None: as `logs` says.
+        log: file for all of the command's output; default: as --logs says.
+        logs: folder for log and report of every host, rank<I>.log and rank<I>.json; default: the log is
+            runs/supervise/host<I>.log.
+        finished: file that the command leaves when all is done; without it: code 143.
+        report: JSON file for the first cause and all reports, if there is a fault; default: as --logs says.
 
     Raises:
         UserError: the hosts are missing, or a limit is no number.
     """
 
-    hosts: str
-    host: int | None = None
-    name: str | None = None
-    port: int = PORT
-    per_host: int = 1
+    hosts: str = knob()
+    host: int | None = knob(None)
+    name: str | None = knob(None)
+    port: int = knob(PORT, least=1, most=(1 << 16) - 1)
+    per_host: int = knob(1, least=1, most=1024)
     limits: Limits = dataclasses.field(default_factory=Limits)
-    log: str | None = None
-    logs: str | None = None
-    finished: str | None = None
-    report: str | None = None
+    log: str | None = knob(None)
+    logs: str | None = knob(None)
+    finished: str | None = knob(None)
+    report: str | None = knob(None)
 
     def __post_init__(self) -> None:
         if not self.hosts:

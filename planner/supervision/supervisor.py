@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from paxtrain import files
+from paxtrain.knobs import knob
 from paxtrain.process import supervised
 from paxtrain.process.sealed import printable
 from planner.supervision import first_cause
@@ -37,22 +38,22 @@ class Limits:
     """Time limits of a supervised run, in seconds except `slow_step`.
 
     Attributes:
-        link: longest silence of a link or host that the run survives.
-        hang: longest time without a finished step; 0: the longer of `collective` and 20 typical steps.
-        phase: longest time for anything between steps: compiling, saving, restoring, evaluating.
-        start: longest wait until all hosts have joined.
-        settle: time for the hosts' reports on a fault.
-        grace: time between SIGTERM and SIGKILL.
+        link: seconds for which a link or a host may be silent.
+        hang: seconds without a finished step; 0: 20 typical steps, and at least 2 --link_timeout + 5.
+        phase: seconds for anything between steps: compiling, saving, restoring, evaluating.
+        start: seconds to wait until all hosts have joined.
+        settle: seconds for the hosts' reports on a fault.
+        grace: seconds between SIGTERM and SIGKILL to a worker.
         slow_step: factor over the median step from which a note explains a slow step.
     """
 
-    link: float = 60.0
-    hang: float = 0.0
-    phase: float = 1800.0
-    start: float = 300.0
-    settle: float = 5.0
-    grace: float = 5.0
-    slow_step: float = 3.0
+    link: float = knob(60.0, least=1)
+    hang: float = knob(0.0, least=0)
+    phase: float = knob(1800.0, least=1)
+    start: float = knob(300.0, least=1)
+    settle: float = knob(5.0, least=1)
+    grace: float = knob(5.0, least=0)
+    slow_step: float = knob(3.0, least=1)
 
     @property
     def collective(self) -> int:

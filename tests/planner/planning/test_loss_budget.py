@@ -193,7 +193,7 @@ def test_options_of_a_codec_are_those_of_the_probe(slow, tmp_path):
     [
         ({"compress": ()}, "--probe=.* needs --compress=auto, which it decides, got --compress=none"),
         ({"compress": ("all",)}, "got --compress=all"),
-        ({"loss_budget": -0.1}, "--loss_budget must be 0 to inf, got -0.1"),
+        ({"loss_budget": -0.1}, "--loss_budget must be at least 0, got -0.1"),
         ({"loss_budget": float("nan")}, "--loss_budget must be a number, got nan"),
         ({"probe": "/no/such/probe.json"}, "cannot read the probe /no/such/probe.json .*; name a probe.json of python"),
     ],
