@@ -4,7 +4,7 @@ import runpy
 import sys
 from collections.abc import Mapping
 
-from paxtrain.command_line import fail
+from paxtrain.command_line import fail, run
 from paxtrain.errors import UserError
 
 # (module, arguments in front of the given ones, description for --help)
@@ -39,8 +39,9 @@ def run_command(program: str, commands: Mapping[str, Command]) -> None:
         given = f"got {name!r}" if name else "got none"
         fail(UserError(f"a command is needed, {given}; there are {', '.join(commands)}"))
     module, more, _ = commands[name]
-    sys.argv = [f"{program} {name}", *more, *rest]
-    runpy.run_module(module, run_name="__main__")
+    # It is not imported, since a function of the package may have its name, such as planner.plan.
+    found = runpy.run_module(module, run_name=module)
+    run(found["main"], found.get("define_flags", lambda: None), found.get("HINT"), [f"{program} {name}", *more, *rest])
 
 
 def main() -> None:

@@ -146,7 +146,10 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
 
 
 def run(
-    main: Callable[[Sequence[str]], None], define_flags: Callable[[], None] = lambda: None, hint: str | None = None
+    main: Callable[[Sequence[str]], None],
+    define_flags: Callable[[], None] = lambda: None,
+    hint: str | None = None,
+    argv: list[str] | None = None,
 ) -> None:
     """Run an absl main; bad flags and any UserError become one sentence on stderr and exit code 2.
 
@@ -154,6 +157,7 @@ def run(
         main: function of the command line without its flags; its module's docstring is part of `--help`.
         define_flags: function that defines the flags.
         hint: what to write instead of a positional argument; None allows positional arguments.
+        argv: command line, with the program's name; None: that of the process.
     """
     logging.set_verbosity(logging.WARNING)
     setup.use_one_blas_thread()
@@ -173,4 +177,4 @@ def run(
 
     with setup.quiet_orbax():
         about = getattr(main, "__globals__", {}).get("__doc__") or ""
-        app.run(guarded, flags_parser=lambda argv: parse_flags(argv, define_flags, about))
+        app.run(guarded, argv, flags_parser=lambda argv: parse_flags(argv, define_flags, about))

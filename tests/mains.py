@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object)
         arguments: arguments of the command line.
     """
     # absl runs a main once per process and keeps its flags; here each run starts with those that were there before.
-    monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
+    monkeypatch.setattr(command_line.app, "run", lambda main, argv, flags_parser: main(flags_parser(argv or sys.argv)))
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
     before = set(flags.FLAGS)
     try:

@@ -24,8 +24,13 @@ SCRIPTS = {"paxtrain": paxtrain.cli, "paxplan": planner.cli}
 def called(monkeypatch):
     """Return the calls that replace mains: each with its module and its command line."""
     calls = []
-    monkeypatch.setattr(runpy, "run_module", lambda module, run_name: calls.append((module, run_name, *sys.argv)))
+    monkeypatch.setattr(paxtrain.cli, "run", lambda main, flags, hint, argv: calls.append((main, flags, hint, argv)))
+    monkeypatch.setattr(runpy, "run_module", lambda name, run_name: vars(mains.load(main_of(name))))
     return calls
+
+
+def main_of(name):
+    return f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name
 
 
 def run(monkeypatch, script, *arguments):
@@ -42,10 +47,20 @@ def test_the_scripts_are_those_of_the_package():
 def test_every_command_is_a_main(monkeypatch, called, script):
     for name, (module, more, _) in SCRIPTS[script].COMMANDS.items():
         run(monkeypatch, script, name, "--flag=1")
-        assert called.pop() == (module, "__main__", f"{script} {name}", *more, "--flag=1")
-        origin = importlib.util.find_spec(module).origin.replace("__init__", "__main__")
-        with open(origin) as file:
+        main, defined, _, argv = called.pop()
+        assert {main.__module__, defined.__module__} <= {main_of(module), "paxtrain.flags", "paxtrain.cli"}
+        assert argv == [f"{script} {name}", *more, "--flag=1"]
+        with open(importlib.util.find_spec(main_of(module)).origin) as file:
             assert '__name__ == "__main__"' in file.read()
+
+
+def test_a_command_reads_its_flags_and_its_configuration(tmp_path):
+    """In a process of its own, whose sys.argv has the command's name, too."""
+    code = "import sys; sys.argv[0] = 'paxtrain'; from paxtrain.cli import main; main()"
+    given = ["--config=tiny", "--config.compress.backward.codec=int8", "--config.mesh.pipe=1", "--config.mesh.data=4"]
+    ended = subprocess.run([sys.executable, "-c", code, "train", *given], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("error: compress.backward.codec=int8 needs messages between stages")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -57,8 +72,7 @@ def test_help_lists_the_commands(monkeypatch, called, capsys, script):
 
 
 def mains_of_the_scripts():
-    names = {module for script in SCRIPTS.values() for module, *_ in script.COMMANDS.values()}
-    return sorted(f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name for name in names)
+    return sorted({main_of(module) for script in SCRIPTS.values() for module, *_ in script.COMMANDS.values()})
 
 
 @pytest.mark.parametrize("name", mains_of_the_scripts())
