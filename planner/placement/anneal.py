@@ -13,8 +13,6 @@ References:
 """
 
 import dataclasses
-import math
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -354,13 +352,12 @@ def anneal(
     rng: np.random.Generator,
     chains: int,
     iterations: int,
-    seconds: float = math.inf,
     enough: float = 0.0,
     rack: Array | None = None,
 ) -> AnnealedPlacement:
     """Anneal placements from the given starts.
 
-    The result depends on `rng` alone, unless the time is up first.
+    The result depends on `rng` alone.
 
     Args:
         objective: function from placements [batch, D, P] to the values [batch] that are minimized.
@@ -369,11 +366,9 @@ def anneal(
         rng: random numbers.
         chains: number of chains that are annealed at once.
         iterations: moves of each chain.
-        seconds: limit in wall-clock seconds. The temperature falls with the larger share of time or iterations used.
         enough: value at which the search stops, since no placement can be better.
         rack: [H] rack of each host, whose hosts also change places together; None: there are no racks.
     """
-    clock = time.monotonic()
     values = objective(np.array([start.order[start.layout] for start in begin]))
     ranked = np.argsort(values, kind="stable")
     top, evaluations = begin[ranked[0]], len(begin)
@@ -387,8 +382,9 @@ def anneal(
     evaluations += batches * chains
     if warm == 0:
         return dataclasses.replace(first, evaluations=evaluations)
-    progress, step = 0.0, 0
-    while progress < 1 and kept_value.min() > enough:
+    step = 0
+    while step < iterations and kept_value.min() > enough:
+        progress = step / iterations
         layout, order = state.proposals()
         proposed = objective(state.hosts(layout, order))
         taken = proposed - value <= warm * _COOLED**progress * rng.exponential(size=chains)
@@ -398,9 +394,7 @@ def anneal(
         kept.copy_from(state, better, better)
         kept_value = np.minimum(kept_value, value)
         step += 1
-        stretch = int(progress * _ROUNDS)
-        progress = max(step / iterations, (time.monotonic() - clock) / seconds)
-        if stretch < int(progress * _ROUNDS) < _ROUNDS:
+        if int(progress * _ROUNDS) < int(step / iterations * _ROUNDS) < _ROUNDS:
             _restart(state, value, kept, kept_value)
     evaluations += step * chains
     winner = int(np.argmin(kept_value))

@@ -8,7 +8,6 @@ Either comes with a lower bound on the step time of any placement (planner.place
 import dataclasses
 import functools
 import math
-import time
 
 import numpy as np
 
@@ -82,13 +81,12 @@ def place(
     start: Array | None = None,
     iterations: int | None = None,
     chains: int | None = None,
-    seconds: float = math.inf,
     exactly: bool = True,
     bound: float | None = None,
 ) -> Placement:
     """Return the best placement found on these links.
 
-    It is deterministic for a seed unless `seconds` cut it short. It anneals anew until two annealings agree.
+    It is deterministic for a seed. It anneals anew until two annealings agree.
 
     Args:
         problem: candidate to place, on its cluster.
@@ -97,7 +95,6 @@ def place(
         start: hosts [D, P] to begin with, beside the plain layouts.
         iterations: iterations of an annealing; None: fewer, the more rows a schedule has.
         chains: chains to anneal at once; None: as many as cost little more than one.
-        seconds: limit of wall clock for annealing.
         exactly: evaluate all placements if they are few.
         bound: seconds that no placement is below, if they are known.
 
@@ -111,12 +108,11 @@ def place(
         return best
     chains = chains or one.batch
     iterations = iterations or max(int(_ITERATIONS[1] / one.size), _ITERATIONS[0])
-    ends, evaluations, started, clock = [], 0, False, time.monotonic()
+    ends, evaluations, started = [], 0, False
     for rng in np.random.default_rng(seed).spawn(_RESTARTS):
         begin = _starts(one, start, rng)
         one.learn(np.array([some.order[some.layout] for some in begin]))
-        left = seconds - (time.monotonic() - clock)
-        found = anneal.anneal(one.rough, begin, one.slots > 1, rng, chains, iterations, left, one.enough, one.rack)
+        found = anneal.anneal(one.rough, begin, one.slots > 1, rng, chains, iterations, one.enough, one.rack)
         end = one.climb(found.hosts, rng)
         ends.append((end.value, end.hosts))
         evaluations += found.evaluations + end.evaluations
@@ -124,7 +120,7 @@ def place(
         least = sorted(value for value, _ in ends)
         # With racks two annealings may end at the same local optimum.
         agree = len(least) > 1 + bool(one.rack.max()) and least[1] <= least[0] * (1 + _AGREE)
-        if agree or least[0] <= max(one.enough, one.bound * (1 + _AGREE)) or time.monotonic() - clock >= seconds:
+        if agree or least[0] <= max(one.enough, one.bound * (1 + _AGREE)):
             break
     last = [min(ends, key=lambda end: end[0])[1], *([] if start is None else [start])]
     return one.better(last, "layout" if started and len(ends) == 1 else "annealed", evaluations)
