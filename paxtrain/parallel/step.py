@@ -119,7 +119,7 @@ class Trainer:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Rank of each stage's factors over data, 0 for dense."""
-        return self.compression.stages if self.stage_ranks is None else self.stage_ranks
+        return self.compression.levels if self.stage_ranks is None else self.stage_ranks
 
     @property
     def platform(self) -> str:

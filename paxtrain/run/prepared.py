@@ -283,7 +283,7 @@ class PreparedRun:
     def choose_ranks(self, state: TrainState) -> None:
         """Choose the stages that compress over data, unless the checkpoint has chosen them."""
         if self._ranks is None:
-            chosen = self.trainer.compression.stages
+            chosen = self.trainer.compression.levels
             if self.config.compress.data.stages == "selective" and self.trainer.compression.reducer is not None:
                 times, source = stage_choice.choose(self.trainer, state)
                 stages = times.chosen()

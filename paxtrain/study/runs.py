@@ -215,7 +215,7 @@ class Study:
         if missing:
             began = time.perf_counter()
             trainer = self.trainer(variant)
-            ranks = StageRanks.of(variant.config, trainer.compression.stages)
+            ranks = StageRanks.of(variant.config, trainer.compression.levels)
             # Another variant may be compiling the dense step, so it comes last.
             steps = {key: self._step(trainer, key) for key in map(ranks.at, (self.config.run.steps, 1))}
             self._say(f"{variant.label}: compiled in {time.perf_counter() - began:.0f} s")

@@ -245,7 +245,7 @@ class Compression:
         return self.compressed_kernels(c.data.rank_min if c.data.adapt_every else self.level)
 
     @property
-    def stages(self) -> tuple[int, ...]:
+    def levels(self) -> tuple[int, ...]:
         """Level of every stage once compression over data has started, as far as the configuration says."""
         chosen = self.config.compress.data.stages_of(self.layout.stages)
         return tuple(self.level if s in chosen else 0 for s in range(self.layout.stages))

@@ -250,7 +250,7 @@ def test_one_group_of_all_data_ranks_is_the_dense_program():
     alike = [trainer(config((4, 2, 1), **changes)) for changes in ({}, GROUPS | {"data_inside": 4})]
     texts = [trained.step.lower(trained.abstract_state(), trained.abstract_batch()).as_text() for trained in alike]
     assert texts[0] == texts[1]
-    assert alike[1].compression.stages == (0, 0)
+    assert alike[1].compression.levels == (0, 0)
     assert dict(alike[1].compression.describe())["gradients over data"] == (
         "as they are: all 4 data ranks are one group"
     )
