@@ -145,11 +145,11 @@ class PipelineConfig:
     @property
     def spec(self) -> ScheduleSpec:
         """Facts about the schedule."""
-        return SPECS[self.table]
+        return SPECS[self.schedule_key]
 
     @property
-    def table(self) -> str:
-        """The schedule's key in SPECS, which also says what is in flight."""
+    def schedule_key(self) -> str:
+        """Key of the schedule in SPECS, which also says what is in flight."""
         return between_ends(self.in_flight) if self.in_flight else self.schedule
 
     def check_size(self, stages: int, micro_batches: int) -> None:

@@ -136,7 +136,7 @@ class Trainer:
         """Pipeline schedule of a step."""
         c = self.config
         overlap = self.platform != "cpu" if self.overlap is None else self.overlap
-        table = build(c.pipeline.table, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages, overlap)
+        table = build(c.pipeline.schedule_key, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages, overlap)
         return dataclasses.replace(table, masked=self._masked(c.pipeline.spec.masked))
 
     def _masked(self, may: bool) -> bool:

@@ -59,7 +59,7 @@ def candidate_of_config(config: Config) -> Candidate:
         tensor=mesh.tensor,
         micro_batch=config.batch.micro_batch,
         micro_batches=config.micro_batches,
-        schedule=pipeline.table,
+        schedule=pipeline.schedule_key,
         counts=config.stage_layers,
         chunks=pipeline.virtual_stages,
         save=pipeline.save,

@@ -93,7 +93,7 @@ def _parallel(plan: Plan, layers: tuple[int, ...]) -> dict[str, object]:
 def _inexpressible(plan: Plan, layers: tuple[int, ...]) -> list[str]:
     found = []
     if plan.mesh.pipe > 1:
-        found.append(f"MaxText runs its circular pipeline, GPipe with repeats, instead of {plan.pipeline.table}")
+        found.append(f"MaxText runs its circular pipeline, GPipe with repeats, instead of {plan.pipeline.schedule_key}")
         if len(set(layers)) > 1:
             each, rest = divmod(sum(layers), len(layers))
             outside = f", and runs {rest} of the {sum(layers)} layers outside of its pipeline" if rest else ""

@@ -96,10 +96,10 @@ def _memory(plan: Plan, layers: tuple[int, ...]) -> list[str]:
 
 def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
     found = []
-    spec = SPECS[plan.pipeline.table]
-    if plan.mesh.pipe > 1 and not spec.interleaves and plan.pipeline.table != "1f1b":
+    spec = SPECS[plan.pipeline.schedule_key]
+    if plan.mesh.pipe > 1 and not spec.interleaves and plan.pipeline.schedule_key != "1f1b":
         found.append(
-            f"Megatron-LM runs 1F1B instead of {plan.pipeline.table}, so its transfers are exposed differently"
+            f"Megatron-LM runs 1F1B instead of {plan.pipeline.schedule_key}, so its transfers are exposed differently"
         )
     if plan.pipeline.save in _SAVES:
         found.append(f"save={plan.pipeline.save} {_SAVES[plan.pipeline.save]}")

@@ -32,7 +32,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     where = ranks(plan, ("pipe", "data", "tensor"))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}
     start = where.torchrun("-m torchtitan.train --module torchtitan_plan --config planned", "PYTHONPATH=.")
-    schedule = plan.pipeline.table if plan.mesh.pipe > 1 and plan.pipeline.table in _SCHEDULES else "1f1b"
+    schedule = plan.pipeline.schedule_key if plan.mesh.pipe > 1 and plan.pipeline.schedule_key in _SCHEDULES else "1f1b"
     return Exported("torchtitan 0.3.0", files, start, schedule, (*common(plan), *_inexpressible(plan, model)))
 
 
@@ -78,7 +78,7 @@ def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> s
     ]
     if mesh.pipe > 1:
         lines += [
-            f'        pipeline_parallel_schedule="{_SCHEDULES.get(plan.pipeline.table, "1F1B")}",',
+            f'        pipeline_parallel_schedule="{_SCHEDULES.get(plan.pipeline.schedule_key, "1F1B")}",',
             f"        pipeline_parallel_microbatch_size={batch.micro_batch},",
             "        module_fqns_per_model_part=[",
             *(f"            {names!r}," for names in modules(layers)),
@@ -105,8 +105,9 @@ def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
         found.append(f"torchtitan's model has a vocabulary of {_VOCABULARY}, not {model.vocab_size}")
     if _flavor(model) == "llama3_405b":
         found.append("torchtitan's llama3_405b multiplies in float8 by torchao, and steps take less than the plan says")
-    if plan.mesh.pipe > 1 and plan.pipeline.table not in _SCHEDULES:
-        found.append(f"torchtitan runs 1F1B instead of {plan.pipeline.table}, so its transfers are exposed differently")
+    asked = plan.pipeline.schedule_key
+    if plan.mesh.pipe > 1 and asked not in _SCHEDULES:
+        found.append(f"torchtitan runs 1F1B instead of {asked}, so its transfers are exposed differently")
     if plan.mesh.zero1 and plan.mesh.data > 1:
         found.append("parameters are split over data as well (FSDP), and gathered layer by layer instead of at once")
     if plan.pipeline.save in ("inputs", "dots"):

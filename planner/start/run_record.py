@@ -108,7 +108,7 @@ def _row(config: Config, machines: Machines, found: StepComparison, plan: Plan) 
         "dp": mesh.data,
         "pp": mesh.pipe,
         "stage_layers": ";".join(str(sum(config.stage_layers[s :: mesh.pipe])) for s in range(mesh.pipe)),
-        "schedule": pipeline.table,
+        "schedule": pipeline.schedule_key,
         "virtual_stages": pipeline.virtual_stages,
         "data_micro_batches": ";".join(map(str, config.rank_micro_batches)) if config.uneven else "",
         "placement": _placement(plan, mesh, machines.per_host),
