@@ -19,7 +19,7 @@ MESSAGE = (2 * SEQUENCE, HIDDEN)
 
 
 def config(
-    mesh=(2, 4, 1), micro_batches=6, layers=4, zero1=True, sequence=False, schedule="eager_1f1b", chunks=1, **compress
+    mesh=(2, 4, 1), micro_batches=4, layers=4, zero1=True, sequence=False, schedule="eager_1f1b", chunks=1, **compress
 ) -> Config:
     data, pipe, tensor = mesh
     return from_dict({
@@ -93,6 +93,19 @@ def differences(mine, right) -> dict[str, float]:
 def assert_close(mine, right, tolerance=1e-5):
     wrong = {name: e for name, e in differences(mine, right).items() if not e <= tolerance}
     assert not wrong, wrong
+
+
+@functools.cache
+def _one_device(layers: int, global_batch: int) -> tuple[float, dict]:
+    alone = config((1, 1, 1), micro_batches=global_batch // 2, layers=layers)
+    loss = functools.partial(transformer.loss, config=alone.model)
+    value, grads = jax.jit(jax.value_and_grad(loss))(canonical(layers), batch(trainer(alone)))
+    return float(value), jax.device_get(grads)
+
+
+def exact(c: Config) -> tuple[float, dict]:
+    """Return the loss and the gradients of the plain model on one device, by autodiff."""
+    return _one_device(c.model.layers, c.batch.global_batch)
 
 
 FULL = {"backward_messages": "all", "backward_rank": 32, "min_ratio": 0.0}

@@ -28,6 +28,7 @@ from tests.paxtrain.compressed import (
     compiled,
     config,
     evaluated,
+    exact,
     trained_steps,
     trainer,
 )
@@ -48,7 +49,7 @@ ALL = BOTH | {"embedding_codec": "int8"}
 @pytest.mark.parametrize(
     ("mesh", "zero1"),
     [
-        ((2, 4, 1), True),
+        ((2, 2, 1), True),
         ((2, 2, 2), False),
         pytest.param((2, 4, 1), False, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), True, marks=pytest.mark.slow),
@@ -66,14 +67,13 @@ def test_identity_gives_the_bits_of_no_compression(mesh, zero1):
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_codecs_send_the_declared_bytes(zero1):
     """Between stages codes and scales of each message; over data those of each rank's part of each kernel."""
-    coded, dense = trainer(config(zero1=zero1, **BOTH)), trainer(config(zero1=zero1))
+    coded, dense = trainer(config((2, 2, 1), zero1=zero1, **BOTH)), trainer(config((2, 2, 1), zero1=zero1))
     message = MESSAGE[0] * MESSAGE[1]
     backward, forward = (message + 2 * message // block for block in (32, 64))
-    found = by_pair(coded)
-    assert found == {(k, k + 1): 6 * forward for k in range(3)} | {(k + 1, k): 6 * backward for k in range(3)}
-    kernels = sum(n * k for n, k in coded.compression.matrices.values())
+    assert by_pair(coded) == {(0, 1): 4 * forward, (1, 0): 4 * backward}
+    kernels = 2 * sum(n * k for n, k in coded.compression.matrices.values())  # of two layers
     wire = kernels + 2 * kernels // 32  # of both parts
-    for stage in (0, 1, 3):
+    for stage in (0, 1):
         before, after = all_reduced(dense, stage), all_reduced(coded, stage)
         two_norms = 2 * 4
         if zero1:
@@ -88,18 +88,18 @@ def test_codecs_send_the_declared_bytes(zero1):
         coded.compression.reducer.wire_bytes(shape, coded.compression.shards[path])
         for path, shape in coded.compression.kernels.items()
     )
-    assert declared == wire / 2 * (1 if zero1 else 2)
+    assert 2 * declared == wire / 2 * (1 if zero1 else 2)
 
 
 def test_a_users_class_trains_on_both_axes_of_eight_devices():
     names = {"backward_codec": TOPK, "backward_options": {"k": 128}, "data_codec": TOPK, "data_options": {"k": 64}}
-    losses, state = trained_steps(config(**names, data_start=0.0), 12)
-    dense, _ = trained_steps(config(), 12)
+    losses, state = trained_steps(config((2, 2, 2), **names, data_start=0.0), 12)
+    dense, _ = trained_steps(config((2, 2, 2)), 12)
     assert losses[-1] < losses[0] - 0.5
     assert losses[0] == pytest.approx(dense[0], rel=1e-6)
     assert max(abs(np.subtract(losses, dense))) > 1e-3
     sent = state.codec["data"].sent
-    assert [x.shape[:3] for x in sent] == [(2, 4, 1)] * 4
+    assert [x.shape[:3] for x in sent] == [(2, 2, 2)] * 8
     assert all(np.any(x) for x in sent)
 
 
@@ -114,15 +114,15 @@ class NothingUnsent(compress.Identity):
 def test_the_virtual_mesh_uses_no_message_that_is_not_sent():
     """Its rows carry messages that are not due, to stages that compute on what they have."""
     names = {f"{place}_codec": f"{__name__}:NothingUnsent" for place in ("backward", "forward")}
-    c = config((1, 4, 1), min_ratio=0.0, **names)
+    c = config((1, 3, 1), layers=3, min_ratio=0.0, **names)
     one = dataclasses.replace(c.mesh, pipe=1)
     emulated = Trainer(c, make_mesh(one, devices=jax.devices()[:1]), virtual=True)
-    params, tokens = jax.jit(emulated.layout.from_canonical)(canonical()), batch(emulated)
+    params, tokens = jax.jit(emulated.layout.from_canonical)(canonical(3)), batch(emulated)
     run = jax.jit(emulated.loss_and_gradients).lower(params, tokens).compile(FAST)
-    loss, grads, *_ = jax.device_get(run(params, tokens))
-    right_loss, _, right, _ = evaluated(config((1, 4, 1)))
-    assert loss == pytest.approx(right_loss, rel=1e-6)
-    assert_close(grads, right, 1e-5)
+    loss, grads, *_ = run(params, tokens)
+    right_loss, right = exact(c)
+    assert float(loss) == pytest.approx(right_loss, rel=1e-6)
+    assert_close(jax.device_get(emulated.layout.to_canonical(grads)), right)
 
 
 def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
@@ -141,11 +141,11 @@ def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
 
 
 def test_stages_that_are_not_chosen_are_bit_equal_to_dense():
-    _, _, grads, _ = evaluated(config(data_stages="1,2", data_codec="int8", data_options={"block": 32}))
-    _, _, right, _ = evaluated(config())
+    _, grads, *_ = evaluated(config((2, 2, 1), data_stages="1", data_codec="int8", data_options={"block": 32}))
+    _, right, *_ = evaluated(config((2, 2, 1)))
     mine, dense = grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"]
-    np.testing.assert_array_equal(mine[[0, 3]], dense[[0, 3]])
-    assert np.abs(mine[1:3] - dense[1:3]).max() > 1e-3 * np.abs(dense).max()
+    np.testing.assert_array_equal(mine[:2], dense[:2])
+    assert np.abs(mine[2:] - dense[2:]).max() > 1e-3 * np.abs(dense).max()
     np.testing.assert_array_equal(grads["embedding"]["token"], right["embedding"]["token"])
 
 
@@ -195,25 +195,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(changes, words
 
 
 def test_weights_gathered_through_identity_are_the_weights():
-    for mesh in ((2, 4, 1), (2, 2, 2)):
-        loss, grads, *_ = evaluated(config(mesh, weights_codec="identity"))
-        right_loss, right, *_ = evaluated(config(mesh))
-        assert loss == right_loss
-        for mine, dense in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True):
-            np.testing.assert_array_equal(mine, dense)
+    loss, grads, *_ = evaluated(config((2, 2, 2), weights_codec="identity"))
+    right_loss, right, *_ = evaluated(config((2, 2, 2)))
+    assert loss == right_loss
+    for mine, dense in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(mine, dense)
 
 
 def test_weights_travel_as_codes_and_evaluation_takes_them_as_they_are():
     """A device sends codes and scales of its shard of each kernel; norms, biases and embeddings are as they were."""
-    coded, dense = trainer(config(weights_codec="int8")), trainer(config())
-    kernels = sum(n * k for n, k in coded.compression.matrices.values()) // 2  # of one shard
-    for stage in (0, 1, 3):
+    c = config((2, 2, 1), weights_codec="int8")
+    coded, dense = trainer(c), trainer(config((2, 2, 1)))
+    kernels = sum(n * k for n, k in coded.compression.matrices.values())  # of one shard of two layers
+    for stage in (0, 1):
         before, after = (all_reduced(trained, stage)["all-gather"] for trained in (dense, coded))
         assert after == before - 4 * kernels + kernels + 2 * kernels // 64
     params = jax.device_put(jax.jit(dense.layout.from_canonical)(canonical()), dense.state_shardings.params)
     assert float(coded.evaluate(params, batch(dense))) == float(dense.evaluate(params, batch(dense)))
-    loss, right = evaluated(config(weights_codec="int8"))[0], evaluated(config())[0]
-    assert 1e-6 < abs(loss / right - 1) < 0.02
+    assert 1e-6 < abs(evaluated(c)[0] / exact(c)[0] - 1) < 0.02
     rows = dict(coded.compression.describe())
     assert rows["weights over data"].startswith("kernels: QuantisedBlocks(bits=8")
 
@@ -238,7 +237,7 @@ EXACT = {"data_codec": "identity", "data_inside": 2, "min_ratio": 0.0}
 def test_identity_between_groups_is_the_dense_reduction(mesh, schedule, chunks, zero1):
     """Sums are in another order. The tied table and norms, which travel as they are, have the same bits."""
     layers = mesh[1] * chunks  # one in each chunk; the virtual mesh below has two
-    how = {"micro_batches": 4, "layers": layers, "zero1": zero1, "schedule": schedule, "chunks": chunks}
+    how = {"micro_batches": 2, "layers": layers, "zero1": zero1, "schedule": schedule, "chunks": chunks}
     _, grads, *_ = evaluated(config(mesh, **how, **EXACT))
     _, right, *_ = evaluated(config(mesh, **how))
     assert_close(grads, right, 2e-6)
@@ -271,9 +270,17 @@ def by_group(trained, stage):
 RING = {"all-to-all": lambda n: (n - 1) / n, "all-gather": lambda n: n - 1, "all-reduce": lambda n: 2 * (n - 1) / n}
 
 
-@pytest.mark.parametrize("zero1", [True, False])
+LOW_RANK_GROUPS = {"data_stages": "all", "data_rank": 2, "data_rank_min": 2, "data_inside": 2}
+
+
 @pytest.mark.parametrize(
-    "codec", [GROUPS, {"data_stages": "all", "data_rank": 2, "data_rank_min": 2, "data_inside": 2}]
+    ("codec", "zero1"),
+    [
+        (GROUPS, True),
+        (LOW_RANK_GROUPS, False),
+        pytest.param(GROUPS, False, marks=pytest.mark.slow),
+        pytest.param(LOW_RANK_GROUPS, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_group_sends_kernels_as_they_are_and_between_groups_what_is_declared(codec, zero1):
     """Of the compiled program, on four data ranks; beside them two norms for the log are summed over data."""
@@ -334,7 +341,7 @@ def test_the_virtual_mesh_does_what_the_real_one_does(sizes, compress, within, z
     run = jax.jit(emulated.loss_and_gradients).lower(params, tokens).compile(FAST)
     loss, grads, *_ = jax.device_get(run(params, tokens))
     right_loss, _, right, _ = evaluated(c)
-    assert loss == pytest.approx(right_loss, rel=1e-6)
+    assert loss == pytest.approx(right_loss, rel=within / 10)
     assert_close(grads, right, within)
 
 
@@ -348,7 +355,7 @@ def test_the_table_says_what_travels_inside_groups_and_between():
     assert f"a device sends {tables.size(inside, 'B')} inside its group and {tables.size(between, 'B')} between" in text
     settings = trained.compression.link_settings()
     assert settings["data codec"].endswith("between groups of 2")
-    low = trainer(config((4, 2, 1), data_stages="all", data_rank=2, data_rank_min=2, data_inside=2)).compression
+    low = trainer(config((4, 2, 1), **LOW_RANK_GROUPS)).compression
     assert low.link_settings()["data inside"] == 2
 
 

@@ -36,6 +36,7 @@ from tests.paxtrain.compressed import (
     config,
     differences,
     evaluated,
+    exact,
     trained_steps,
     trainer,
 )
@@ -46,31 +47,22 @@ pytestmark = pytest.mark.once
 
 
 @pytest.mark.parametrize(
-    ("c", "dense"),
+    "c",
     [
-        (config(**FULL), config()),
+        config((1, 3, 1), layers=3, **FULL),
+        config((1, 3, 1), 2, layers=3, schedule="1f1b", error="explicit", **FULL),
+        config((1, 2, 2), 2, sequence=True, forward_messages="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
+        pytest.param(config(forward_messages="all", forward_rank=32, form="qr", **FULL), marks=pytest.mark.slow),
         pytest.param(
-            config(forward_messages="all", forward_rank=32, form="qr", **FULL), config(), marks=pytest.mark.slow
-        ),
-        (
-            config((1, 4, 2), micro_batches=3, schedule="1f1b", error="explicit", **FULL),
-            config((1, 4, 2), micro_batches=3, schedule="1f1b"),
-        ),
-        pytest.param(
-            config((1, 2, 1), 4, schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward_messages": "epilogue"})),
-            config((1, 2, 1), 4, schedule="interleaved_1f1b", chunks=2),
+            config((1, 2, 1), schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward_messages": "epilogue"})),
             marks=pytest.mark.slow,
         ),
-        (
-            config((1, 2, 2), sequence=True, forward_messages="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
-            config((1, 2, 2)),
-        ),
     ],
-    ids=["eager", "forward too, qr", "1f1b explicit", "interleaved epilogue", "sequence parallel"],
+    ids=["eager", "1f1b explicit", "sequence parallel", "forward too, qr", "interleaved epilogue"],
 )
-def test_full_rank_is_no_compression(c, dense):
+def test_full_rank_is_no_compression(c):
     loss, grads, *_ = evaluated(c)
-    right_loss, right, *_ = evaluated(dense)
+    right_loss, right = exact(c)
     assert abs(loss - right_loss) <= 1e-5 * right_loss
     assert_close(grads, right, 2e-4)  # normal equations with a ridge of 1e-6
 
@@ -86,26 +78,30 @@ def test_full_rank_gives_the_same_loss_curve_and_low_rank_another():
 
 
 def test_the_forward_and_evaluation_are_untouched():
-    c = config(backward_messages="all", backward_rank=2, forward_messages="all", forward_rank=2)
-    assert evaluated(config(backward_messages="all", backward_rank=2))[0] == pytest.approx(
-        evaluated(config())[0], rel=1e-6
-    )
-    assert abs(evaluated(c)[0] / evaluated(config())[0] - 1) > 1e-4  # a compressed forward is another one
-    plain, compressed = trainer(config()), trainer(c)
-    params = jax.device_put(jax.jit(plain.layout.from_canonical)(canonical()), plain.state_shardings.params)
-    assert float(plain.evaluate(params, batch(plain))) == float(compressed.evaluate(params, batch(plain)))
+    low = {"backward_messages": "all", "backward_rank": 2}
+    plain, compressed = config((1, 2, 1)), config((1, 2, 1), forward_messages="all", forward_rank=2, **low)
+    right, _ = exact(plain)
+    assert evaluated(config((1, 2, 1), **low))[0] == pytest.approx(right, rel=1e-6)
+    assert abs(evaluated(compressed)[0] / right - 1) > 1e-4  # a compressed forward is another one
+    trained = trainer(compressed)
+    params = jax.device_put(jax.jit(trained.layout.from_canonical)(canonical()), trained.state_shardings.params)
+    tokens = batch(trained)
+    assert float(trained.evaluate(params, tokens)) == float(trainer(plain).evaluate(params, tokens))
 
 
-@pytest.mark.parametrize(("links", "above"), [("", 3), ("0", 1)], ids=["all links", "the first link"])
+@pytest.mark.parametrize(
+    ("links", "above"), [pytest.param("", 2, marks=pytest.mark.slow), ("0", 1)], ids=["all links", "the first link"]
+)
 def test_only_the_stages_below_a_compressed_link_are_changed(links, above):
     """Gradients on the last stage come before any compressed message."""
-    _, grads, *_ = evaluated(config(backward_messages="all", backward_rank=2, backward_links=links))
-    _, right, *_ = evaluated(config())
+    c = config((1, 3, 1), layers=3, backward_messages="all", backward_rank=2, backward_links=links)
+    _, grads, *_ = evaluated(c)
+    _, right = exact(c)
 
     def layers(tree, part):
         return jax.tree.map(lambda x: x[part], tree["layers"])
 
-    assert_close(layers(grads, slice(above, 4)), layers(right, slice(above, 4)))
+    assert_close(layers(grads, slice(above, 3)), layers(right, slice(above, 3)))
     assert min(differences(layers(grads, slice(0, above)), layers(right, slice(0, above))).values()) > 1e-3
 
 
@@ -119,7 +115,10 @@ def wire(rank: int, width: int = 4) -> int:
 DENSE = MESSAGE[0] * MESSAGE[1] * 4
 
 
-@pytest.mark.parametrize(("schedule", "micro_batches"), [("eager_1f1b", 6), ("eager_1f1b", 2), ("1f1b", 5)])
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches"),
+    [("eager_1f1b", 4), pytest.param("eager_1f1b", 2, marks=pytest.mark.slow), ("1f1b", 2)],
+)
 def test_epilogue_sends_exactly_the_last_messages_of_each_link_compressed(schedule, micro_batches):
     m = micro_batches
     found = by_pair(trainer(config(micro_batches=m, schedule=schedule, backward_messages="epilogue", backward_rank=4)))
@@ -130,39 +129,25 @@ def test_epilogue_sends_exactly_the_last_messages_of_each_link_compressed(schedu
     assert found == expected
 
 
-def test_bytes_of_ranks_by_link_and_of_int8_factors():
-    found = by_pair(trainer(config(backward_messages="all", backward_ranks="2,6,4", factors="int8")))
-    expected = {(k, k + 1): 6 * DENSE for k in range(3)}
-    for k, rank in enumerate((2, 6, 4)):
-        scales = 2 * rank * 4
-        expected[k + 1, k] = 6 * (wire(rank, 1) + scales)
-    assert found == expected
-
-
 def test_bytes_of_links_that_compress_and_of_those_that_do_not():
-    on = {
-        "backward_messages": "all",
-        "backward_rank": 4,
-        "backward_links": "1",
-        "forward_codec": "int8",
-        "forward_links": "0,2",
-    }
-    trained = trainer(config(**on))
+    """Each link has its rank; factors of int8 have a scale a column; activations have another codec on other links."""
+    ways = {"backward_messages": "all", "backward_ranks": "2,6,4", "backward_links": "1,2", "factors": "int8"}
+    trained = trainer(config(**ways, forward_codec="int8", forward_links="0,2"))
     message = trained.compression.message
     eight = wire_bytes(QuantisedBlocks(8), message.shape, message.dtype)
-    expected = {(k, k + 1): 6 * (DENSE if k == 1 else eight) for k in range(3)}
-    assert by_pair(trained) == expected | {(k + 1, k): 6 * (wire(4) if k == 1 else DENSE) for k in range(3)}
-    assert trained.compression.link_settings()["backward links"] == [1]
+    expected = {(k, k + 1): 4 * (DENSE if k == 1 else eight) for k in range(3)}
+    expected |= {(k + 1, k): 4 * (wire(rank, 1) + 2 * rank * 4) for k, rank in ((1, 6), (2, 4))} | {(1, 0): 4 * DENSE}
+    assert by_pair(trained) == expected
+    assert trained.compression.link_settings()["backward links"] == [1, 2]
     told = dict(trained.compression.describe())
-    assert told["gradients between stages"].startswith("all on link 1 of 3: rank 4")
+    assert told["gradients between stages"].startswith("all on links 1, 2 of 3: ")
     assert told["activations between stages"].startswith("all on links 0, 2 of 3: ")
 
 
 def test_with_sequence_parallelism_each_device_compresses_its_part():
-    found = by_pair(trainer(config((1, 4, 2), sequence=True, backward_messages="all", backward_rank=4)))
+    found = by_pair(trainer(config((1, 2, 2), sequence=True, backward_messages="all", backward_rank=4)))
     part, k = MESSAGE[0] // 2, MESSAGE[1]
-    expected = {(s, s + 1): 6 * part * k * 4 for s in range(3)}
-    assert found == expected | {(s + 1, s): 6 * 4 * (part + k) * 4 for s in range(3)}
+    assert found == {(0, 1): 4 * part * k * 4, (1, 0): 4 * 4 * (part + k) * 4}
 
 
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -186,7 +171,7 @@ def test_everything_compressed_sends_the_formulas_bytes(zero1):
             assert after[SCATTER] == before[SCATTER]
         assert after["all-gather"] == before["all-gather"] + 4
     found = by_pair(packed)
-    assert found == {(k, k + 1): 6 * DENSE for k in range(3)} | {(k + 1, k): 6 * wire(4) for k in range(3)}
+    assert found == {(k, k + 1): 4 * DENSE for k in range(3)} | {(k + 1, k): 4 * wire(4) for k in range(3)}
     # No dense copy of a compressed message: no collective is as large as one.
     text = compiled(packed).as_text()
     backward = {(s + 4 * d, s + 4 * d - 1) for d in (0, 1) for s in (1, 2, 3)}
@@ -197,10 +182,10 @@ def test_everything_compressed_sends_the_formulas_bytes(zero1):
 
 def test_identity_codecs_cost_nothing():
     """A run that compresses nothing has the collectives that the schedule and the layout call for, and no state."""
-    trained, through = trainer(config(micro_batches=2)), trainer(config(micro_batches=2))
+    trained, through = trainer(config()), trainer(config())
     assert not jax.tree.leaves(trained.abstract_state().codec)
     found = by_pair(trained)
-    assert found == {(k, k + 1): 2 * DENSE for k in range(3)} | {(k + 1, k): 2 * DENSE for k in range(3)}
+    assert found == {(k, k + 1): 4 * DENSE for k in range(3)} | {(k + 1, k): 4 * DENSE for k in range(3)}
     kinds = [dataclasses.replace(k, receive=(), receive_compressed=k.receive) for k in trained.buffers.kinds]
     vars(through)["buffers"] = dataclasses.replace(trained.buffers, kinds=kinds)
     texts = [compiled(t).as_text() for t in (trained, through)]
@@ -244,23 +229,20 @@ def test_one_value_that_is_not_finite_in_one_message_is_seen(factors):
     assert not np.isfinite(np.asarray(codec.decode(wire, message))).all()
 
 
-def test_every_direction_and_chunk_has_its_link_and_its_rank():
+def test_every_direction_and_chunk_has_its_link_its_rank_and_its_state():
     """Both directions are compressed; links, including the one back to the first stage, have different ranks."""
-    c = config(
-        (1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, backward_messages="all", backward_ranks="4,2"
-    )
-    assert by_pair(trainer(c)) == {
-        (0, 1): 2 * 4 * DENSE + 4 * wire(2),  # two activations per micro-batch, and the gradient of the second chunk
-        (1, 0): 4 * DENSE + 2 * 4 * wire(4),
-    }
     both = {
         "backward_messages": "all",
-        "backward_rank": 3,
+        "backward_ranks": "4,2",
         "forward_messages": "all",
         "forward_rank": 3,
         "error": "explicit",
     }
     trained = trainer(config((1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, **both))
+    assert by_pair(trained) == {
+        (0, 1): 2 * 4 * wire(3) + 4 * wire(2),  # two activations per micro-batch, and the gradient of the second chunk
+        (1, 0): 4 * wire(3) + 2 * 4 * wire(4),
+    }
     state, _ = compiled(trained)(trained.from_params(canonical()), batch(trained))
     errors = {
         way: jax.device_get(state.codec[way].error.e)[0, :, 0] for way in ("backward", "forward")
@@ -269,6 +251,7 @@ def test_every_direction_and_chunk_has_its_link_and_its_rank():
     # The first virtual stage, chunk 0 of stage 0, sends no gradient; the last, chunk 1 of stage 1, no activation.
     assert sent == {"backward": [[False, True], [True, True]], "forward": [[True, True], [True, False]]}
     assert not np.array_equal(errors["forward"][0, 0], errors["forward"][0, 1])
+    assert not np.array_equal(errors["backward"][1, 0], errors["backward"][1, 1])
 
 
 def test_state_changes_where_messages_are_sent_and_nowhere_else():
@@ -282,17 +265,6 @@ def test_state_changes_where_messages_are_sent_and_nowhere_else():
     ]
     assert not np.any([c[:, 0] for c in changed])  # stage 0 sends no gradient
     assert np.all(np.any(changed, axis=0)[:, 1:])
-
-
-def test_each_chunk_has_a_state_of_its_own():
-    trained = trainer(
-        config((1, 2, 1), 2, schedule="interleaved_1f1b", chunks=2, backward_messages="all", backward_rank=4)
-    )
-    state, _ = compiled(trained)(trained.from_params(canonical()), batch(trained))
-    states = [x for x in jax.tree.leaves(jax.device_get(state.codec)) if x.ndim > 4]
-    assert states
-    assert all(x.shape[3] == 2 for x in states)
-    assert any(np.any(x[0, 1, 0, 0] != x[0, 1, 0, 1]) for x in states)
 
 
 @pytest.mark.slow
@@ -404,10 +376,11 @@ def test_a_given_codec_sends_its_bytes_and_nothing_else():
     """Without compress.backward the codec encodes all gradients; with "epilogue" it encodes those."""
     message = 64 * (4 + 4)
     assert wire_bytes(TopK(64), (2, 16, 32), "float32") == message
-    forward = {(k, k + 1): 6 * DENSE for k in range(3)}
-    assert by_pair(topk()) == forward | {(k + 1, k): 6 * message for k in range(3)}
-    drained = {(k + 1, k): (3 - k) * message + (3 + k) * DENSE for k in range(3)}
-    assert by_pair(topk(backward_messages="epilogue")) == forward | drained
+    assert by_pair(topk(mesh=(1, 2, 1))) == {(0, 1): 4 * DENSE, (1, 0): 4 * message}
+    assert by_pair(topk(mesh=(1, 2, 1), backward_messages="epilogue")) == {
+        (0, 1): 4 * DENSE,
+        (1, 0): message + 3 * DENSE,
+    }
 
 
 def test_a_given_codec_needs_no_settings_and_is_named():

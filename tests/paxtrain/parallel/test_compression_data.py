@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain.model import transformer
 from paxtrain.parallel import gradients
 from tests.paxtrain.compressed import (
     FAST,
@@ -20,6 +19,7 @@ from tests.paxtrain.compressed import (
     config,
     differences,
     evaluated,
+    exact,
     trained_steps,
     trainer,
 )
@@ -35,48 +35,45 @@ pytestmark = pytest.mark.once
         pytest.param((1, 2, 1), True, marks=pytest.mark.slow),
         pytest.param((1, 3, 2), True, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), True, marks=pytest.mark.slow),
-        ((4, 2, 1), False),
-        pytest.param((2, 2, 2), False, marks=pytest.mark.slow),
+        pytest.param((4, 2, 1), False, marks=pytest.mark.slow),
+        ((2, 2, 2), False),
         pytest.param((4, 2, 1), True, marks=pytest.mark.slow),
     ],
 )
 def test_fused_equals_unfused_embedding(mesh, zero1):
     """Defect "embedding sums across vocabulary shards": with tensor=2 each rank has different rows."""
-    layers = 3 if mesh[1] == 3 else 4
-    plain = config((1, 1, 1), micro_batches=4 * mesh[0], layers=layers)
-    right = jax.jit(jax.grad(functools.partial(transformer.loss, config=plain.model)))(
-        canonical(layers), batch(trainer(plain))
-    )
     for embedding in ("fused", "unfused"):
-        c = config(mesh, micro_batches=4, layers=layers, zero1=zero1, embedding_sync=embedding)
+        c = config(mesh, 2, layers=3 if mesh[1] == 3 else 4, zero1=zero1, embedding_sync=embedding)
         _, grads, mesh_layout, _ = evaluated(c)
         token = mesh_layout["embedding"]["token"]
         np.testing.assert_array_equal(token[0], token[-1])
-        assert_close(grads["embedding"]["token"], jax.device_get(right["embedding"]["token"]))
+        assert_close(grads["embedding"]["token"], exact(c)[1]["embedding"]["token"])
 
 
-@pytest.mark.parametrize("stage", [0, 1])  # the first one reduces in its last B, the other behind the rows
 @pytest.mark.parametrize("zero1", [True, False])
-def test_fused_embedding_sends_the_formulas_bytes(zero1, stage):
+def test_fused_embedding_sends_the_formulas_bytes(zero1):
     """Without ZeRO-1 a ring sends V(2D-1)/D for V bytes of table and D data ranks, and V(3D-2)/D unfused."""
     ranks = 4
     table = 64 * HIDDEN * 4
 
-    def sent(embedding: str) -> float:
-        trained = trainer(config((ranks, 2, 1), zero1=zero1, embedding_sync=embedding))
-        total = 0.0
-        for op in collectives(trained, stage):
-            ring = {
-                "all-reduce": 2 * (ranks - 1) / ranks,
-                "all-to-all": (ranks - 1) / ranks,  # a reduce-scatter on CPUs
-                "all-gather": ranks - 1,
-            }
-            total += op.executions * op.bytes * (1 if op.pairs else ring.get(op.kind, 0))
-        return total
+    def sent(embedding: str) -> list[float]:
+        trained = trainer(config((ranks, 2, 1), 2, zero1=zero1, embedding_sync=embedding))
+        ring = {
+            "all-reduce": 2 * (ranks - 1) / ranks,
+            "all-to-all": (ranks - 1) / ranks,  # a reduce-scatter on CPUs
+            "all-gather": ranks - 1,
+        }
+        return [
+            sum(
+                op.executions * op.bytes * (1 if op.pairs else ring.get(op.kind, 0))
+                for op in collectives(trained, stage)
+            )
+            for stage in (0, 1)  # the first one reduces in its last B, the other behind the rows
+        ]
 
-    saved = sent("unfused") - sent("fused")
     fused = (2 * ranks - 1) / ranks if not zero1 else 1.0
-    assert saved == pytest.approx(table * ((3 * ranks - 2) / ranks - fused))
+    saved = table * ((3 * ranks - 2) / ranks - fused)
+    assert np.subtract(sent("unfused"), sent("fused")) == pytest.approx([saved, saved])
 
 
 def test_tied_copies_stay_identical():
@@ -84,6 +81,7 @@ def test_tied_copies_stay_identical():
         _, state = trained_steps(
             config(
                 (2, 2, 2),
+                2,
                 embedding_sync=embedding,
                 backward_messages="all",
                 backward_rank=4,
@@ -104,14 +102,15 @@ def test_tied_copies_stay_identical():
 def test_everything_together_keeps_the_embedding_gradient(zero1):
     """Defect "SC and FE together drop the input embedding's gradient": here it equals the dense run's."""
     everything = {**FULL, "data_stages": "all", "data_rank": 4, "embedding_sync": "fused"}
-    _, grads, *_ = evaluated(config(zero1=zero1, **everything))
-    _, right, *_ = evaluated(config(zero1=zero1))
+    c = config((2, 2, 1), zero1=zero1, **everything)
+    _, grads, *_ = evaluated(c)
+    _, right = exact(c)
     assert_close(grads["embedding"], right["embedding"], 2e-4)
     assert np.abs(grads["embedding"]["token"]).max() > 0.01
     # Gradients compressed over data differ, and no others.
     assert differences(grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"])[""] > 0.01
-    _, grads, *_ = evaluated(config(zero1=zero1, data_stages="all", data_rank=4))
-    assert_close(grads["embedding"], right["embedding"], 1e-6)
+    _, grads, *_ = evaluated(config((2, 2, 1), zero1=zero1, data_stages="all", data_rank=4))
+    assert_close(grads["embedding"], right["embedding"])
 
 
 # --- Gradients over data ----------------------------------------------------------------------------------------------
@@ -119,23 +118,23 @@ def test_everything_together_keeps_the_embedding_gradient(zero1):
 
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stages_that_are_not_chosen_are_bit_equal_to_dense(zero1):
-    _, grads, *_ = evaluated(config(zero1=zero1, data_stages="1,2", data_rank=4))
-    _, right, *_ = evaluated(config(zero1=zero1))
+    _, grads, *_ = evaluated(config((2, 2, 1), zero1=zero1, data_stages="1", data_rank=4))
+    _, right, *_ = evaluated(config((2, 2, 1), zero1=zero1))
     for path, mine in jax.tree_util.tree_leaves_with_path(grads):
         dense = functools.reduce(lambda tree, key: tree[key.key], path, right)
         if path[0].key != "layers":
             np.testing.assert_array_equal(mine, dense)
             continue
-        np.testing.assert_array_equal(mine[[0, 3]], dense[[0, 3]])
+        np.testing.assert_array_equal(mine[:2], dense[:2])
         if path[-1].key == "kernel":
-            assert np.abs(mine[1:3] - dense[1:3]).max() > 1e-3 * np.abs(dense).max()
+            assert np.abs(mine[2:] - dense[2:]).max() > 1e-3 * np.abs(dense).max()
         else:  # norms and biases go dense on every stage
             np.testing.assert_array_equal(mine, dense)
 
 
 def test_none_chosen_is_dense():
-    _, grads, *_ = evaluated(config(data_stages="all", data_rank=4), stage_ranks=(0, 0, 0, 0))
-    assert all(e == 0 for e in differences(grads, evaluated(config())[1]).values())
+    _, grads, *_ = evaluated(config((2, 2, 1), data_stages="all", data_rank=4), stage_ranks=(0, 0))
+    assert all(e == 0 for e in differences(grads, evaluated(config((2, 2, 1)))[1]).values())
 
 
 def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
@@ -166,22 +165,22 @@ def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2), pytest.param((4, 2, 1), marks=pytest.mark.slow)])
 def test_full_rank_over_data_is_no_compression(mesh):
     """This holds for any number of data ranks. With tensor=2 a kernel whose smaller side is below the rank is dense."""
-    _, grads, *_ = evaluated(config(mesh, data_stages="all", data_rank=32, min_ratio=0.0))
-    assert_close(grads, evaluated(config(mesh))[1], 1e-3)
+    c = config(mesh, 2, data_stages="all", data_rank=32, min_ratio=0.0)
+    assert_close(evaluated(c)[1], exact(c)[1], 1e-3)
 
 
 def test_the_ratio_gate_leaves_small_kernels_dense():
     """Defect "no minimum-ratio gate": rank 10 halves all kernels but the smallest, which would shrink 1.6 times."""
-    c = config(data_stages="all", data_rank=10)
+    c = config((2, 2, 1), data_stages="all", data_rank=10)
     assert {name for name, _ in trainer(c).compression.data_kernels} == {"qkv", "up", "down"}
     _, grads, *_ = evaluated(c)
-    _, right, *_ = evaluated(config())
+    _, right, *_ = evaluated(config((2, 2, 1)))
     np.testing.assert_array_equal(grads["layers"]["out"]["kernel"], right["layers"]["out"]["kernel"])
     assert differences(grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"])[""] > 1e-3
 
 
 def test_data_ranks_agree_on_the_factor_and_keep_separate_errors():
-    c = config((4, 2, 1), data_stages="all", data_rank=4)
+    c = config((4, 1, 1), data_stages="all", data_rank=4)
     state = trained_steps(c, 3)[1].codec["data"]
     for q in state.q:
         np.testing.assert_array_equal(q, np.broadcast_to(q[:1], q.shape))
@@ -197,6 +196,7 @@ def test_the_sums_see_a_reduction_that_was_left_out(monkeypatch):
             jax.lax.dynamic_slice_in_dim(x, 0, x.shape[d] // 2, axis=d) for x, d in zip(arrays, dims, strict=True)
         ],
     )
-    _, grads, *_ = evaluated(config(data_stages="all", data_rank=5))
-    _, right, *_ = evaluated(config())
+    c = config((2, 2, 1), data_stages="all", data_rank=5)
+    _, grads, *_ = evaluated(c)
+    _, right = exact(c)
     assert differences(grads["layers"]["qkv"]["bias"], right["layers"]["qkv"]["bias"])[""] > 0.01

@@ -40,6 +40,8 @@ def case(mesh, counts, **settings):
 CASES = [
     case((2, 2, 1), (4, 2)),
     case((4, 2, 1), (1, 3, 3, 2), schedule="gpipe", save="residuals", zero1=False),
+    case((2, 3, 1), (1, 3), schedule="1f1b", pipe_layers="1,2,1"),
+    case((2, 2, 1), (2, 1), schedule="zb_h1", zero1=False, dropout=0.2),
     case((2, 4, 1), (2, 5), schedule="1f1b", layers=5, pipe_layers="1,2,1,1"),
     case((2, 2, 2), (3, 1), schedule="zb_h1", zero1=False, dropout=0.2),
     case((2, 2, 1), (2, 5), schedule="interleaved_1f1b", virtual_stages=2, separator=5),
@@ -69,6 +71,11 @@ def test_gradients_equal_one_device(c):
 
 @pytest.mark.once
 def test_gradients_equal_one_device_in_the_rows_of_gpus():
+    check(case((2, 2, 1), (3, 1), schedule="1f1b"), overlap=True)
+
+
+@pytest.mark.slow
+def test_gradients_equal_one_device_in_more_rows_of_gpus():
     check(case((2, 2, 1), (5, 2), schedule="1f1b"), overlap=True)
     check(case((2, 2, 1), (2, 4), schedule="gpipe"), overlap=True)
 
@@ -103,7 +110,7 @@ COMPRESSED = {
     "ranks of links": ((2, 4, 1), {"schedule": "1f1b"}, {"backward_messages": "all", "backward_ranks": "32,31,32"}),
     "over data": ((2, 2, 1), {"zero1": False}, {"data_stages": "all"}),
     "over data, ZeRO-1": ((4, 1, 1), {}, {"data_stages": "all"}),
-    "identity": ((4, 2, 1), {}, {f"{place}_codec": "identity" for place in ("backward", "forward", "data")}),
+    "identity": ((2, 2, 1), {}, {f"{place}_codec": "identity" for place in ("backward", "forward", "data")}),
 }
 REPEATED = "epilogue", "ranks of links", "over data"  # what the others have one by one
 
@@ -148,11 +155,11 @@ def test_a_rank_that_skips_keeps_the_state_of_its_codecs():
 @pytest.mark.parametrize("schedule", [pytest.param("eager_1f1b", marks=pytest.mark.slow), "1f1b"])
 def test_a_rank_sends_the_messages_of_its_own_micro_batches(schedule):
     """Three messages a micro-batch each way; devices of rank 0 are 0 to 3, those of rank 1 are 4 to 7."""
-    trained = trainer(case((2, 4, 1), (2, 6), schedule=schedule))
+    trained = trainer(case((2, 4, 1), (1, 3), schedule=schedule))
     message, table = 2 * SEQUENCE * HIDDEN * 4, trained.config.model.padded_vocab * HIDDEN * 4 // 2
     sent = hlo.permute_bytes_by_pair(trained.compile_step().as_text())
     edges = {(first, last) for rank in (0, 4) for first, last in ((rank, rank + 3), (rank + 3, rank))}
-    for rank, count in ((0, 2), (4, 6)):
+    for rank, count in ((0, 1), (4, 3)):
         for stage in range(rank, rank + 3):
             assert sent.pop((stage, stage + 1)) == sent.pop((stage + 1, stage)) == count * message
     assert sent == dict.fromkeys(edges, table)
