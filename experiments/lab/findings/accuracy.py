@@ -185,10 +185,9 @@ def _plans(found: list[Pair]) -> str:
 
 def _repeats(found: list[Pair]) -> str:
     spreads = [pair.spread for pair in found]
-    return f"""A pair's measured time is the median of {span(pair.repeats for pair in found)} repeats, alternating
-    with the repeats of all other pairs. The spread is {percent(float(np.median(spreads)))} of the median for the
-    middle pair and {percent(max(spreads))} for the worst. A placement that was chosen in several ways counts as one
-    pair."""
+    return f"""A pair is a plan with a placement. Its time is the median of {span(pair.repeats for pair in found)}
+    repeats, with a spread of {percent(float(np.median(spreads)))} for the middle pair and {percent(max(spreads))} for
+    the worst."""
 
 
 def _again(folder: pathlib.Path) -> tuple[str, ...]:
@@ -214,19 +213,16 @@ def section(folder: pathlib.Path) -> Section:
         _repeats(found),
         *_again(folder),
         """Top-1 regret is the measured time of the pair with the best prediction over the best measured time, minus
-        1, within a scenario. It is the loss of a user who trusts the prediction. **A rank correlation over all pairs
-        together flatters the model**: slow and fast scenarios are easy to tell apart, but nobody chooses among
-        scenarios. What counts is the order within a scenario.""",
-        """If a plan's placements are equally fast, their order is noise. So two pairs are compared only if their
-        measured medians differ by more than both spreads together. Somers' D is the share of these comparisons whose
-        order is predicted, less the share of those predicted the other way round. It is what the targets within a
-        scenario ask for: 0.95 means that 39 of 40 are right. For normally distributed times that is 0.997 of Spearman's
-        correlation, which ranks alike pairs, too, and stands beside it.""",
+        1, within a scenario: the loss of a user who trusts the prediction. **A rank correlation over all pairs together
+        flatters the model**, because nobody chooses among scenarios.""",
+        """The order of pairs that are equally fast is noise. So Somers' D compares two pairs only if their medians
+        differ by more than both spreads together. It is the share of these comparisons whose order is predicted, less
+        the share of those predicted the other way round: 0.95 means that 39 of 40 are right.""",
         _scores(forms),
         _scenarios(found, forms),
         Drawing("predicted", "Predicted against measured step times of all pairs, by scenario.", _draw(found, forms)),
         """Errors by plan: predicted over measured, minus 1. Pipette's and AMP's forms do not model the schedule, the
-        embedding's exchange or the optimizer. Here, head and embedding are part of the F and B of their stages.""",
+        embedding's exchange or the optimizer.""",
         _plans(found),
     )
     return Section(TITLE, lab("placements"), (SOURCE,), _targets(found, forms), blocks)

@@ -73,10 +73,9 @@ def _words(records: Records, lines: list[dict]) -> str:
     words = f"""A probe trains the lab's model on one device that emulates the mesh, densely and with each codec at
     each place. Links are then set so that communication takes a given share of a dense step, by the planner's
     prediction, and profiled. From both the planner chooses codecs within a budget of {percent(experiment.BUDGET)} loss,
-    on mesh {"x".join(map(str, split.mesh))} with {split.schedule}, where all else is as in the section on compression.
-    The embedding is synchronised fused, which is the default. {repeats} repeats of dense and of the plan, taken in
-    turn. "Captured" is the share that the plan removes of the time that links cost a dense step, as measured.
-    A dense step on links without limits bounds the speed-up that less communication can bring."""
+    on mesh {"x".join(map(str, split.mesh))} with {split.schedule}; {repeats} repeats. All else is as in the section on
+    compression, except that the embedding is synchronised fused. A dense step on links without limits bounds the
+    speed-up that less communication can bring."""
     if seeds:
         words += f""" Losses are validation losses after {trained[0]["validation"][-1][0]} steps against dense with the
         same seed: mean and standard error over {seeds} seeds, none of which the probe has seen."""

@@ -175,16 +175,16 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     where = f"{paper['share']:.0%} is what it takes" if paper else "One of the shares is what it takes"
     chosen = ", ".join(f"{_stages(line['selected'], pipe)} at {line['share']:.0%}" for line in lines)
     words = f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, width {width},
-    rank {all_["data.rank"]} over data. CB compresses the exposed gradients between stages with rank
-    {cb["backward.rank"]}, FE fuses the synchronisation of the tied embedding, and SC compresses the gradients over
-    data of the stages whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{ALL}"
-    compresses every message between stages, activations too, with rank {all_["backward.rank"]}, and all gradients
-    over data; "{experiment.INT8}" rounds all of these to 8 bits in blocks, "{experiment.MIXED}" the gradients over
-    data to 4, with error feedback, "{experiment.GRADIENTS}" those between stages as well, and "{experiment.TABLE}" the
-    embedding's, too, which all others synchronise as they are. "Captured" is the share
-    that a kind removes of the time that links cost a dense step. The links are set so that communication takes a given
-    share of a dense step, by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of
-    Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each kind, taken in turn."""
+    {repeats} repeats. CB compresses the exposed gradients between stages with rank {cb["backward.rank"]}. FE fuses the
+    synchronisation of the tied embedding. SC compresses gradients over data with rank {all_["data.rank"]} on the stages
+    whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{ALL}" compresses all messages
+    between stages, activations too, with rank {all_["backward.rank"]}, and all gradients over data.
+    "{experiment.INT8}" rounds all of these to 8 bits in blocks. "{experiment.MIXED}" rounds gradients over data to 4
+    bits, with error feedback; "{experiment.GRADIENTS}" rounds those between stages so, too, and "{experiment.TABLE}"
+    the embedding's. "Captured" is the share that a kind removes of the time that links cost a dense step. The links
+    are set so that communication takes a given share of a dense step, by the planner's prediction. {where} for 8.3B
+    parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures. {_predicted(paper)} "Bytes" are those
+    that all devices send between hosts in a step, of a dense step's, counted in the compiled program."""
     return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward.rank'], all_['backward.rank'])}"
 
 
@@ -192,9 +192,8 @@ def _ranks(usual: int, small: int) -> str:
     """Return the reason for two ranks: the share of a message that each leaves."""
     here, there = experiment.messages()
     left = lambda rank, message: percent(1 / compression_ratio(*message, rank))  # noqa: E731
-    return f"""In that setting rank {usual} makes {left(usual, there)} of a message between stages. Here messages are
-    so small that it leaves {left(usual, here)}, and rank {small} {left(small, here)}: CB sends few messages and uses
-    the former, and its loss is measured with it; "{ALL}", whose purpose is speed, uses the latter."""
+    return f"""In that setting rank {usual} leaves {left(usual, there)} of a message between stages. Here messages are
+    smaller: rank {usual} leaves {left(usual, here)}, and rank {small} {left(small, here)}."""
 
 
 def _unlimited(lines: list[dict], paper: dict | None) -> str:
@@ -251,13 +250,15 @@ def _quickest(times: dict[str, dict[str, float]], curves: dict[str, losses.Curve
     return f"Of the kinds that are {within}, the quickest are: {said}." if best else f"No kind is {within}."
 
 
-def _times(lines: list[dict], free: list[float] | None) -> str:
-    """Return step times, speed-ups, and the shares of the links' time that are removed.
+def _times(lines: list[dict], free: list[float] | None, wire: dict[str, dict[str, float]]) -> str:
+    """Return step times, speed-ups, the shares of the links' time that are removed, and the bytes that are left.
 
     Args:
         lines: times, by share of communication.
         free: seconds of dense steps without limits of links, which bound the speed-ups; None: not measured.
+        wire: bytes of a step by kind and by what they are; empty: not counted.
     """
+    sent = {kind: sum(sizes.values()) for kind, sizes in wire.items()}
     rows = []
     for kind in lines[0]["seconds"]:
         row = [kind]
@@ -265,12 +266,12 @@ def _times(lines: list[dict], free: list[float] | None) -> str:
             row.append(measured(line["seconds"][kind]))
             row.append("" if kind == DENSE else speedups(line)[kind].as_factor)
             row.append("" if kind == DENSE or free is None else captured(line, free)[kind].as_share)
-        rows.append(row)
+        rows.append([*row, percent(sent[kind] / sent[DENSE]) if kind in sent else ""])
     if free is not None:
         bounds = [(measured(free), gains.bound(line["seconds"][DENSE], free).as_factor, "100%") for line in lines]
-        rows.append(["dense, links without limits", *(cell for cells in bounds for cell in cells)])
+        rows.append(["dense, links without limits", *(cell for cells in bounds for cell in cells), ""])
     headings = [heading for line in lines for heading in (_links(line), "speed-up", "captured")]
-    return table(["", *headings], rows)
+    return table(["", *headings, "bytes"], rows)
 
 
 def _seeds(cost: dict[str, list[float]]) -> str:
@@ -286,51 +287,17 @@ def _seeds(cost: dict[str, list[float]]) -> str:
     )
 
 
-def _wire(line: dict) -> str:
-    parts = list(dict.fromkeys(name for sent in line["wire"].values() for name, size in sent.items() if size >= 500))
-    dense = sum(line["wire"][DENSE].values())
-    rows = [
-        (
-            kind,
-            *(f"{sent.get(name, 0) / 1e3:,.0f}" for name in parts),
-            f"{sum(sent.values()) / 1e3:,.0f}",
-            percent(sum(sent.values()) / dense),
-        )
-        for kind, sent in line["wire"].items()
-    ]
-    return table(["kB a step", *parts, "all", "of dense"], rows)
-
-
-def _breakdown(line: dict) -> str:
-    found = parts(line)
-    names = dict.fromkeys(name for values in found.values() for name in values)
-    rows = [(kind, *(f"{1e3 * values.get(name, 0):.0f}" for name in names)) for kind, values in found.items()]
-    return table(["ms of a step", *names], rows)
-
-
 def _blocks(lines: list[dict], paper: dict | None) -> list[str | Drawing]:
     caption = "Speed-up over dense against the share of a dense step that communication takes."
     blocks: list[str | Drawing] = [
         _words(lines, paper),
-        _times(lines, _free(paper)),
+        _times(lines, _free(paper), paper["wire"] if paper else {}),
         Drawing("speedups", caption, _draw_speedups(lines)),
     ]
-    if paper:
-        words = """Bytes on the wire: what all devices send between hosts in a step, counted in the compiled program.
-        Forward and backward are the messages between stages. Embedding is the exchange of the tied table between the
-        first and the last stage. The rest goes over data. Messages of tensor groups stay inside hosts and are not
-        counted. Over gloo, the stages between the first and the last take part in the embedding's collectives over
-        data with zeros."""
-        blocks += [words, _wire(paper)]
     if traced := [line for line in lines if parts(line)]:
-        caption = "Parts of a step, by kind of compression."
-        blocks += [
-            f"""Where a step's time goes with communication at {_links(traced[0])}, mean over hosts;
-            `paxtrain/profiling/breakdown.py` defines the parts. The wait for the other end of a transfer counts as
-            part of that transfer.""",
-            _breakdown(traced[0]),
-            Drawing("breakdown", caption, _draw_parts(traced)),
-        ]
+        caption = """Parts of a step by kind of compression, as `paxtrain/profiling/breakdown.py` defines them; a
+        transfer's part includes the wait for its other end."""
+        blocks.append(Drawing("breakdown", caption, _draw_parts(traced)))
     return blocks
 
 

@@ -3,38 +3,13 @@
 import pathlib
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments.lab.laboratory import summary
 from experiments.lab.measuring import growth as experiment
-from experiments.lab.page import figures
-from experiments.lab.page.section import Drawing, Section, lab, listed, percent, seconds, signed, span, table
+from experiments.lab.page.section import Section, lab, listed, percent, seconds, signed, span, table
 from experiments.lab.records import Records
-from paxtrain.run import plots
 
 TITLE, SOURCE, COMMAND = "Growth", "growth.jsonl", lab("growth,schedules,placements")
-
-
-def _draw(hosts: np.ndarray, step: dict[str, np.ndarray]) -> Figure:
-    figure = plots.figure(9, 3.6)
-    left, right = figure.subplots(1, 2)
-    styles = {
-        "measured": {"color": figures.INK, "marker": "o"},
-        "predicted": {"color": figures.COLORS[1], "marker": ".", "linestyle": (0, (4, 2))},
-    }
-    for name, times in step.items():
-        left.plot(hosts, times, **styles[name], label=name)
-        right.plot(hosts, 100 * times[0] / times, **styles[name])
-    for axes in (left, right):
-        plots.style(axes)
-        axes.set_xticks(hosts)
-        axes.set_xlabel("hosts")
-    figures.from_zero(left, *step.values())
-    figures.from_zero(right, *(100 * times[0] / times for times in step.values()))
-    left.set_ylabel("seconds of a step")
-    right.set_ylabel("efficiency, %")
-    left.legend(**figures.LEGEND, loc="lower right")
-    return figure
 
 
 def _mesh(line: dict) -> str:
@@ -46,10 +21,8 @@ def _words(lines: list[dict]) -> str:
     grown = listed([f"{layers[_mesh(line)]} layers on {_mesh(line)}" for line in lines])
     hosts, repeats = [line["hosts"] for line in lines], span(len(line["seconds"]) for line in lines)
     return f"""Model and batch grow with the hosts ({grown}), so that every device keeps its layers and
-    micro-batches. The additional time of a step over that on {hosts[0]} hosts is the cost of growth: communication,
-    and the pipeline's bubble if there are more stages. Efficiency is the step time on {hosts[0]} hosts over that on
-    the given number of hosts; tokens/s belong to different models. All links have {experiment.RATE:g} Mbit/s. Medians
-    of {repeats} repeats."""
+    micro-batches. All links have {experiment.RATE:g} Mbit/s; {repeats} repeats. Efficiency is the step time on
+    {hosts[0]} hosts over that on the given number of hosts. Tokens/s belong to different models."""
 
 
 def section(folder: pathlib.Path) -> Section:
@@ -91,13 +64,4 @@ def section(folder: pathlib.Path) -> Section:
         "predicted reduction over data",
         "tokens/s",
     )
-    blocks: list[str | Drawing] = [
-        _words(lines),
-        table(headings, rows),
-    ]
-    first = [i for i, line in enumerate(lines) if line["hosts"] not in [other["hosts"] for other in lines[:i]]]
-    if len(first) > 1:  # one mesh of each size: that with the fewest data ranks
-        hosts = np.array([lines[i]["hosts"] for i in first])
-        drawing = _draw(hosts, {"measured": measured[first], "predicted": predicted[first]})
-        blocks.append(Drawing("growth", "Step time and efficiency by the number of hosts.", drawing))
-    return Section(TITLE, COMMAND, (SOURCE,), (), tuple(blocks))
+    return Section(TITLE, COMMAND, (SOURCE,), (), (_words(lines), table(headings, rows)))

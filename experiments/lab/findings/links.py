@@ -3,13 +3,9 @@
 import pathlib
 
 import numpy as np
-from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
 
-from experiments.lab.page import figures
-from experiments.lab.page.section import Drawing, Section, Target, lab, percent, seconds, signed, table
+from experiments.lab.page.section import Section, Target, lab, percent, seconds, signed, table
 from experiments.lab.records import Records
-from paxtrain.run import plots
 
 TITLE, SOURCE = "Profile against set rates", "links.jsonl"
 RANGE, HOSTS = (20.0, 200.0), 8  # Mbit/s of the links, and the hosts, for which something is wanted
@@ -33,28 +29,8 @@ class Profile:
         return self.error[(self.given >= RANGE[0]) & (self.given <= RANGE[1])]
 
 
-def _draw(profile: Profile) -> Figure:
-    figure = plots.figure(12, 4.1)
-    both = np.concatenate([profile.given, profile.given * (1 + profile.error)])
-    rates = LogNorm(both.min(), max(both.max(), both.min() * 1.01))
-    widest = max(0.1, float(np.abs(profile.error).max()))
-    left, middle, right = figure.subplots(1, 3)
-    for axes, values, title in ((left, profile.rates, "set"), (middle, profile.measured, "measured")):
-        image = figures.matrix(axes, values, f"{title}, Mbit/s", "Blues", rates, lambda x: f"{x:.0f}")
-    bar = figure.colorbar(image, ax=[left, middle], shrink=0.85, pad=0.015)
-    figures.plain_log(bar.ax.yaxis)
-    bar.outline.set_visible(False)
-    off = np.where(np.eye(profile.hosts, dtype=bool), 0, profile.measured / profile.rates - 1)
-    image = figures.matrix(
-        right, 100 * off, "error, %", "RdBu", Normalize(-100 * widest, 100 * widest), lambda x: f"{x:+z.1f}"
-    )
-    figure.colorbar(image, ax=right, shrink=0.85, pad=0.03).outline.set_visible(False)
-    left.set_ylabel("from host")
-    return figure
-
-
 def section(folder: pathlib.Path) -> Section:
-    """Return the links by profile; the first profile is drawn."""
+    """Return the links by profile."""
     profiles = [Profile(line) for line in Records(folder / SOURCE) if "measured" in line]
     error, cost = ERROR, COST
     if wanted := [p.wanted for p in profiles if p.wanted.size]:
@@ -62,7 +38,7 @@ def section(folder: pathlib.Path) -> Section:
         error = ERROR.judged(float(errors.max()), f"median {percent(float(np.median(errors)))}, {errors.size} links")
     if costs := [p.seconds for p in profiles if p.hosts == HOSTS]:
         cost = COST.judged(max(costs))
-    blocks: list[str | Drawing] = []
+    blocks: tuple[str, ...] = ()
     if profiles:
         rows = [
             (
@@ -77,12 +53,7 @@ def section(folder: pathlib.Path) -> Section:
             for p in profiles
         ]
         headings = ("profile", "links", "set, Mbit/s", "median error", "largest error", "mean, signed", "takes")
-        caption = "Rates of the links as set and as measured by the planner's profile; rows are senders."
-        blocks = [
-            """Every direction of every link has a different rate, drawn at random. `planner.profile` runs on all
-            hosts and does not know the rates. Its time is that of the whole command, from the start of the first
-            process to the end of the last.""",
-            table(headings, rows),
-            Drawing("links", caption, _draw(profiles[0])),
-        ]
-    return Section(TITLE, lab("links"), (SOURCE,), (error, cost), tuple(blocks))
+        words = """Every direction of every link has a different rate, drawn at random. `planner.profile` runs on all
+        hosts and does not know the rates. Its time is that of the whole command."""
+        blocks = (words, table(headings, rows))
+    return Section(TITLE, lab("links"), (SOURCE,), (error, cost), blocks)

@@ -11,12 +11,10 @@ from experiments.lab.page.section import Drawing, factor, table
 from paxtrain.run import plots
 
 NEAR = 1.01  # of the dense run's last loss
-WORDS = """Validation losses. They do not depend on the speed of the links, so every kind was trained once, with
-unlimited links, from the same state and on the same samples. **Time here is steps times the measured median seconds
-of a step** at each share, not a clock that ran during the training. Losses are compared after equal steps, and after
-the time at which the first run ends. "Sooner" is the factor by which a kind comes within 1% of dense's last loss in
-less time than dense does. Losses between evaluations are interpolated linearly. There is one seed, so differences of
-a few tenths of a percent mean little."""
+WORDS = """Validation losses do not depend on the links, so every kind was trained once, from the same state and on the
+same samples. **Time here is steps times the median seconds of a step**, not a clock. Losses are compared after equal
+steps, and after the time at which the first run ends. "Sooner" is the factor by which a kind comes within 1% of dense's
+last loss in less time than dense does. There is one seed, so differences of a few tenths of a percent mean little."""
 
 
 def signed(x: float) -> str:

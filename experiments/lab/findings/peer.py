@@ -162,10 +162,8 @@ def _parts(lines: list[Line]) -> list[str]:
         (_place(line), f"{line['rate']:g}", kind, *(f"{parts[name]:.2f}" for name in names))
         for line, kind, parts in broken
     ]
-    words = """Seconds of our steps by part, as means over the hosts, from `paxtrain.profile`'s breakdown: pipeline is
-    transfers with the wait for the other end, sync the first place where all wait for the slowest, and other the
-    rows' bookkeeping and the copies that XLA adds. Under masked schedules forward and backward include compute on
-    scrap."""
+    words = """Seconds of our steps by part, as means over the hosts, by `paxtrain.profile`'s breakdown
+    (docs/profiling.md):"""
     return [words, table(("mesh", "Mbit/s", "", *names), rows, words=3)]
 
 
@@ -175,17 +173,14 @@ def _words(records: Records, lines: list[Line]) -> str:
     saves = listed(sorted({line["save"] for line in lines}))
     repeats = span(len(x["seconds"]) for line in lines for x in line["kinds"].values())
     return f"""PyTorch {versions}, in a separate environment: torch.distributed.pipelining's 1F1B with
-    DistributedDataParallel over gloo, and fused AdamW. Ours is the trainer as it is, with schedules chosen by hand.
-    Both train a GPT-2 of {split.layers} layers, width {split.hidden}, sequence {split.sequence} and a head apart from
-    the embedding, in float32, from the same weights, on the same batches of {split.global_batch} sequences in
-    micro-batches of {split.micro_batch}, with the same optimizer. PyTorch's keeps all that a backward needs, ours
-    what save={saves} says. Eight hosts have
-    {percent(experiment.SHARE)} of a core each and compute for real; a host's process of either system waits while the
-    other one's works. Steps of all kinds are taken in turn, medians of {repeats} repeats. A cell has a step with its
+    DistributedDataParallel over gloo, and fused AdamW. Both train a GPT-2 of {split.layers} layers, width
+    {split.hidden}, sequence {split.sequence} and a head apart from the embedding, in float32, from the same weights, on
+    the same batches of {split.global_batch} sequences in micro-batches of {split.micro_batch}, with the same optimizer.
+    PyTorch's keeps all that a backward needs, ours what save={saves} says. Eight hosts have
+    {percent(experiment.SHARE)} of a core each and compute for real; {repeats} repeats. A cell has a step with its
     spread, and its time over PyTorch's. Bytes are those of the links' own counters, with headers. Compute is the
-    processor time of all hosts' processes together, waiting in loops included. The optimizer is replicated as
-    DistributedDataParallel has it, except with ZeRO-1. With int8 and with rank {experiment.RANK} all messages between
-    stages and all gradients over data are compressed."""
+    processor time of all hosts' processes together. The optimizer is replicated, except with ZeRO-1. With int8 and with
+    rank {experiment.RANK} all messages between stages and all gradients over data are compressed."""
 
 
 def section(folder: pathlib.Path) -> Section:

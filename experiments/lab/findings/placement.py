@@ -31,9 +31,8 @@ TITLE, ORDERS = "Planned placement", "schedules.jsonl"
 SCENARIO, GAIN = "two_racks", 1.25
 PLANNED, HOST_ORDER, WORST = "planned", "host order", "worst"
 WORDS = """Host order is the placement of a run without a planner. "Worst" is the worst prediction of 500 random
-placements. A cell has the planned step,
-its speed-up over host order and over the worst, and its time above the best measured one. That is the best of the few
-measured placements, not of all possible ones, and the minimum of several noisy medians is slightly too low."""
+placements. A cell has the planned step, its speed-up over host order and over the worst, and its time above the best
+placement that was measured, of the few that were."""
 _MARKS = {PLANNED: ("#2f6f9f", "D"), HOST_ORDER: ("#22272e", "o"), WORST: ("#c0392b", "X")}
 FASTER = Target.at_least(
     f"Speed-up of the planned placement over host order on {SCENARIO}, the plan that is predicted fastest", GAIN, factor
@@ -173,51 +172,6 @@ def orders(folder: pathlib.Path) -> Orders | None:
     )
 
 
-def _draw_orders(all_orders: Orders) -> Figure:
-    figure = plots.figure(9, 3.8)
-    axes = figure.subplots()
-    plots.style(axes)
-    places = np.arange(1, len(all_orders.measured) + 1)
-    axes.errorbar(
-        places,
-        all_orders.measured,
-        all_orders.spread,
-        color=figures.INK,
-        marker="o",
-        markersize=5,
-        linestyle="none",
-        elinewidth=1.1,
-        capsize=2,
-        label="measured, and the spread",
-    )
-    axes.plot(
-        places,
-        all_orders.predicted,
-        color=figures.COLORS[1],
-        marker="_",
-        markersize=9,
-        markeredgewidth=1.8,
-        linestyle="none",
-        label="predicted",
-    )
-    if all_orders.planned is not None:
-        color, mark = _MARKS[PLANNED]
-        axes.plot(
-            places[all_orders.planned],
-            all_orders.measured[all_orders.planned],
-            color=color,
-            marker=mark,
-            markersize=9,
-            linestyle="none",
-            label=PLANNED,
-        )
-    figures.from_zero(axes, all_orders.measured, all_orders.predicted)
-    axes.set_xlabel("orders of four hosts, from the quickest to the slowest")
-    axes.set_ylabel("seconds of a step")
-    axes.legend(**figures.LEGEND, loc="lower right")
-    return figure
-
-
 def _about(found: Orders) -> str:
     off = np.abs(errors(found.predicted, found.measured))
     if found.planned is None:
@@ -229,7 +183,7 @@ def _about(found: Orders) -> str:
     slowest = factor(found.measured[-1] / found.measured[0])
     return f"""All {len(found.measured)} orders of four hosts in one pipeline have been measured, on links of
     {found.rates[0]:.0f} to {found.rates[1]:.0f} Mbit/s, drawn at random. The slowest order takes {slowest} the time
-    of the quickest. {where} Predictions of these orders, which are not part of the scores above: MAPE
+    of the quickest. {where} Predictions of these orders, which the scores above leave out: MAPE
     {percent(float(off.mean()))}, rank correlation {rank(spearman(found.predicted, found.measured))}."""
 
 
@@ -251,8 +205,8 @@ def _placed_by(folder: pathlib.Path) -> list[str]:
         if "placed_by" in line:
             order, moved = (summary(line["placed_by"][how]) for how in ("order", "links"))
             said.append(
-                f"""A placement is made by moving links under processes. One of them, the first planned one of
-                {SCENARIO}, was also made in the way that training makes it, by the order of the devices in the mesh:
+                f"""The lab makes a placement by moving links under processes. The first planned one of {SCENARIO}
+                was also made as training makes it, by the order of the devices in the mesh:
                 {seconds(order["median"])} (spread {percent(order["spread"] / order["median"])}) against
                 {seconds(moved["median"])} (spread {percent(moved["spread"] / moved["median"])}),
                 {signed(moved["median"] / order["median"] - 1)}."""
@@ -275,6 +229,6 @@ def section(folder: pathlib.Path) -> Section:
     if all_orders:
         if all_orders.planned is not None:
             of_orders = OF_ORDERS.judged(all_orders.above_best)
-        blocks += [_about(all_orders), Drawing("orders", "All orders of four hosts.", _draw_orders(all_orders))]
+        blocks.append(_about(all_orders))
     targets = (_gain(found, short), best, of_orders)
     return Section(TITLE, lab("placements,schedules"), (SOURCE, ORDERS), targets, tuple(blocks))

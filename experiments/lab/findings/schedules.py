@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.lab.findings.gains import measured
 from experiments.lab.laboratory import summary
 from experiments.lab.page import figures
 from experiments.lab.page.section import Drawing, Section, Target, factor, lab, percent, seconds, signed, span, table
@@ -95,12 +96,17 @@ def _words(lines: list[dict]) -> str:
     said = ", ".join(f"{factor(ratio)} at {line['rate']:g} Mbit/s" for ratio, line in ratios)
     off = np.array([line["predicted"][name] / median - 1 for line in lines for name, median in _medians(line).items()])
     repeats = span(len(times) for line in lines for times in line["seconds"].values())
-    return f"""Four hosts, one pipeline; medians of {repeats} repeats, taken in turn. **On CPUs a transfer blocks the
-    device, so what is measured here is the blocking model.** The purpose of {OVERLAPS}, transfers under compute,
-    shows only in the prediction with overlap: the same profile, simulated as if devices computed while they send.
-    Messages of {EXPOSES} travel between rows here, when neighbours have both done their ops, so no backward waits for
-    a neighbour's forward. Measured, {EXPOSES}'s time over {OVERLAPS}'s is {said}. The blocking model's mean error over
-    the table is {percent(float(np.abs(off).mean()))}, the worst {signed(off[np.abs(off).argmax()])}."""
+    return f"""Four hosts, one pipeline, {repeats} repeats. **On CPUs a transfer blocks the device**, so only the
+    prediction with overlap shows the purpose of {OVERLAPS}, transfers under compute: it simulates the same profile as
+    if devices computed while they send. A cell has the measured step with its spread, the error of its prediction, and
+    the step that is predicted with overlap. Measured, {EXPOSES}'s time over {OVERLAPS}'s is {said}. The predictions'
+    mean error is {percent(float(np.abs(off).mean()))}, the worst {signed(off[np.abs(off).argmax()])}."""
+
+
+def _cell(line: dict, name: str) -> str:
+    """Return a schedule's measured step, the error of its prediction, and its prediction with overlap."""
+    off = line["predicted"][name] / summary(line["seconds"][name])["median"] - 1
+    return f"{measured(line['seconds'][name])}, {signed(off)}, {seconds(line['predicted_overlapping'][name])}"
 
 
 def section(folder: pathlib.Path) -> Section:
@@ -110,29 +116,10 @@ def section(folder: pathlib.Path) -> Section:
     if not lines:
         return Section(TITLE, lab("schedules"), (SOURCE,), (FASTER,))
     rows = [
-        (
-            f"{line['rate']:g}",
-            percent(line["transfer_share"]),
-            name,
-            seconds(time["median"]),
-            percent(time["spread"] / time["median"]),
-            seconds(line["predicted"][name]),
-            signed(line["predicted"][name] / time["median"] - 1),
-            seconds(line["predicted_overlapping"][name]),
-        )
+        (f"{line['rate']:g}", percent(line["transfer_share"]), *(_cell(line, name) for name in lines[0]["seconds"]))
         for line in lines
-        for name, time in ((name, summary(times)) for name, times in line["seconds"].items())
     ]
-    headings = (
-        "Mbit/s",
-        "transfers, of a stage's step",
-        "schedule",
-        "measured",
-        "spread",
-        "predicted",
-        "error",
-        "predicted with overlap",
-    )
+    headings = ("Mbit/s", "transfers, of a stage's step", *lines[0]["seconds"])
     caption = "Step time against the links' rate, by schedule."
-    blocks = (_words(lines), table(headings, rows, words=3), Drawing("schedules", caption, _draw(lines)))
+    blocks = (_words(lines), table(headings, rows), Drawing("schedules", caption, _draw(lines)))
     return Section(TITLE, lab("schedules"), (SOURCE,), (_judged(lines),), blocks)

@@ -12,25 +12,20 @@ from experiments.lab.page.section import Section, listed, table
 from experiments.lab.records import ENVIRONMENTS, TIMES, Records
 
 TITLE, SOURCE = "What was run, on what", f"{ENVIRONMENTS}.jsonl"
-LINKS = """**Links.** Every host is a network namespace, every pair of hosts has a separate link (veth), and each
+LINKS = """**Links.** Every host is a network namespace. Every pair of hosts has a separate link (veth), and each
 direction of a link has a token bucket (tc tbf) that sets the rate of TCP payload. Messages are those of jax's own
-collectives, over gloo and TCP, between processes that jax.distributed joins. A placement gives each process the links
-of its assigned host, so all placements of a mesh run the same compiled program."""
+collectives, over gloo and TCP."""
 
 
 def _devices() -> str:
     model, other = models.MODEL, compression.SPLITS["dense"]
     return f"""**Devices.** Every host is a process on this machine's cores, and the speed of its devices is emulated.
-    Forward, backward and loss are really computed, including the collectives of tensor groups, and then extended to a
-    minimum duration: {1e3 * device.LAYER:g} ms for F of a layer on {device.TOKENS} tokens,
-    {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and {1e3 * device.HEAD:g} ms for the loss
-    (with two devices on a host, for compression, six times as long). The process sleeps for the rest of an op's time,
-    because a GPU does not use its host's cores. Everything else takes its real time, and a B takes longer by the
-    reductions over data inside it, during which it does not compute. The model is a GPT over bytes of
-    {model["layers"]} layers ({other.layers} for compression), width {model["hidden"]} ({other.hidden} for
-    compression), sequence {model["sequence"]}, in {model["dtype"]}: it is so small that the real compute of all hosts
-    together fits into that time. The name of a plan consists of the sizes of its axes, data x pipe x tensor, and its
-    schedule."""
+    Forward, backward and loss are really computed, then the process sleeps until {1e3 * device.LAYER:g} ms are over for
+    F of a layer on {device.TOKENS} tokens, {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and
+    {1e3 * device.HEAD:g} ms for the loss (with two devices on a host, for compression, six times as long). Everything
+    else takes its real time. The model is a GPT over bytes of {model["layers"]} layers ({other.layers} for
+    compression), width {model["hidden"]} ({other.hidden} for compression), sequence {model["sequence"]}, in
+    {model["dtype"]}. A plan's name has the sizes of its axes, data x pipe x tensor, and its schedule."""
 
 
 def _machines(folder: pathlib.Path) -> str:

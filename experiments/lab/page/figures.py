@@ -1,12 +1,10 @@
-"""Shared parts of the lab's figures: colors, axes, a matrix of links, stacked bars."""
+"""Shared parts of the lab's figures: colors, axes, stacked bars."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import Normalize
-from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, NullLocator
 
 COLORS = ("#2f6f9f", "#d9622b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#5c6670")
@@ -28,25 +26,6 @@ def plain_log(axis: Axis, ticks: Sequence[float] | None = None) -> None:
 def from_zero(axes: Axes, *values: Iterable[float]) -> None:
     """Show an axis from 0 to somewhat above the largest value."""
     axes.set_ylim(0, 1.08 * max(value for some in values for value in some))
-
-
-def matrix(axes: Axes, values: np.ndarray, title: str, colors: str, norm: Normalize, show: Callable) -> AxesImage:
-    """Draw values from each host (row) to each other (column), float [H, H]; the diagonal is left out."""
-    hosts = len(values)
-    shown = np.where(np.eye(hosts, dtype=bool), np.nan, values)
-    image = axes.imshow(shown, cmap=colors, norm=norm)
-    red, green, blue, _ = np.moveaxis(image.cmap(norm(np.nan_to_num(shown))), -1, 0)
-    dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-    for a, b in np.argwhere(np.isfinite(shown)):
-        color = "white" if dark[a, b] else INK
-        axes.text(b, a, show(shown[a, b]), ha="center", va="center", fontsize=7, color=color)
-    axes.set_xticks(range(hosts))
-    axes.set_yticks(range(hosts))
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_title(title, **TITLE)
-    axes.set_xlabel("to host")
-    return image
 
 
 def bars_of_parts(axes: Axes, parts: dict[str, dict[str, float]], colors: dict[str, str]) -> None:

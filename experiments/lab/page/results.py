@@ -1,4 +1,4 @@
-"""The lab's records as a page with figures: the targets, the results, and the targets that were missed.
+"""The lab's records as a page with figures: targets beside results, and what the results cannot say.
 
     python -m experiments.lab.page.results
 
@@ -36,26 +36,22 @@ PARTS = (
     *(setting, links, accuracy, placement, compression, paper, sooner, adaptive),
     *(schedules, joint, growth, peer, faults),
 )
-INTRODUCTION = """Every figure on this page is computed from raw records; each section names them, and the command
-that makes them. `python -m experiments.lab.page.results` writes the page again from those in `docs/results/records`.
-Measured times are medians over repeats, and a spread is half the distance between the quartiles. The spread of a
-speed-up and of a captured share is that of the single repeats: those of dense and of a kind, taken in turn, are paired,
-and each of those without limits of links is taken with each pair."""
+INTRODUCTION = """This page says how well the planner predicts and how much placement and compression gain, on clusters
+that are made of one machine. Each section names the command that makes it and its records.
+`python -m experiments.lab.page.results` writes the page again from `docs/results/records`. Times are medians over
+repeats, taken in turn. A spread is half the distance between the quartiles. A speed-up's spread is that of the single
+repeats, paired as they were taken. A target that was missed has **no** in the last column."""
 CAVEATS = (
-    """**Devices are emulated**, except beside PyTorch, at a speed set in `experiments/lab/device.py`. So the figures
-    show how well step times are predicted, and what placement and compression gain at a given ratio of compute to
-    communication. They do not show how fast a GPU is, nor compute that varies.""",
+    """**Devices are emulated**, except beside PyTorch, at a speed set in `experiments/lab/device.py`. The figures do
+    not show how fast a GPU is, nor compute that varies.""",
     """**The CPU backend waits for what it receives.** Transfers that overlap with compute on GPUs do not overlap
     here. The simulator's blocking model is tested; its overlapping model is only shown.""",
-    """**Placements are made by moving links under processes** that stay where they are. Hosts differ only in their
-    links, so the result should be the same; one placement was made both ways.""",
-    """**One machine.** All hosts share its cores, its memory and its clock. Links have rates, but there are no
-    switches, no other traffic and almost no latency.""",
+    """**One machine.** All hosts share its cores, its memory and its clock. There are no switches, no other traffic
+    and almost no latency.""",
     """**A small model.** Its messages take as long on these links as large messages do on fast links, but the fixed
     cost of a message weighs more.""",
     """**A reduce-scatter is an all-to-all here**, with the sum behind it, because gloo's own is wrong now and then
-    (docs/compression.md). Every pair of hosts has a link, over which an all-to-all of D data ranks sends 1/D of the
-    data. The planner predicts that, with what hosts reach when they exchange data with several others at once.""",
+    (docs/compression.md). The planner predicts that form.""",
     """**One seed** of rates, placements and training. The spread is taken over repeats within one run.""",
 )
 
@@ -72,15 +68,8 @@ def _targets(targets: list[Target]) -> str:
     return table(["what", "target", "seen", "met?"], rows, words=4)
 
 
-def _shortfalls(sections: list[Section]) -> Iterator[str]:
-    """Yield what was missed, what is open, and what has not been run."""
-    targets = [target for section in sections for target in section.targets]
-    for t in targets:
-        if t.met is False:
-            yield f"**Missed:** {t.what}. Wanted: {t.wanted}. Seen: {t.seen.partition(' (')[0]}."
-    for t in targets:
-        if t.met is None and t.seen != NOT_RUN:
-            yield f"**Open:** {t.what}. Wanted: {t.wanted}. Seen: {t.seen}."
+def _not_run(sections: list[Section]) -> Iterator[str]:
+    """Yield what has not been run, with the command that does."""
     for section in sections:
         if not section.blocks:
             yield f"**Not run:** {section.title}; `{section.command}` does."
@@ -95,8 +84,7 @@ def _blocks(section: Section, folder: str) -> Iterator[str]:
     yield _filled(f"Made by `{section.command}`; raw records: {sources}.")
     for block in section.blocks or ("Not run yet.",):
         if isinstance(block, Drawing):
-            yield f"![{block.name}]({folder}/{block.name}.png)"
-            yield _filled(block.caption)
+            yield f"![{block.name}]({folder}/{block.name}.png)\n{_filled(block.caption)}"
         else:
             yield block if block.startswith("|") else _filled(block)
 
@@ -113,15 +101,13 @@ def write(records: pathlib.Path, page: pathlib.Path) -> None:
     beside.mkdir(parents=True, exist_ok=True)
     for drawing in (drawing for section in sections for drawing in section.drawings):
         drawing.figure.savefig(beside / f"{drawing.name}.png")
-    shortfalls = [_filled(text, "- ") for text in _shortfalls(sections)]
     text = [
         "# Results on the test cluster",
+        "    make lab        # measures all of it, as root",
         _filled(INTRODUCTION),
         _targets([target for section in sections for target in section.targets]),
-        "## What falls short",
-        "\n".join(shortfalls) or "Every target was met.",
-        "What these figures cannot say:",
-        "\n".join(_filled(caveat, "- ") for caveat in CAVEATS),
+        "## What these figures cannot say",
+        "\n".join(_filled(text, "- ") for text in (*_not_run(sections), *CAVEATS)),
         "## Scenarios",
         _filled(setting.scenarios()),
         *(block for section in sections for block in _blocks(section, beside.name)),

@@ -29,7 +29,6 @@ def test_without_records_the_page_says_that_nothing_was_run(tmp_path):
     results.write(tmp_path / "none", tmp_path / "docs" / "results.md")
     text = (tmp_path / "docs" / "results.md").read_text()
     assert "| yes |" not in text
-    assert "Every target was met" not in text
     assert text.count("Not run yet.") == 12
     assert "**Not run:** Compression; `python -m experiments.lab --experiments=compression` does." in text
     assert "Nothing says on which machine" in text
@@ -56,8 +55,9 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
     text = page.read_text()
     assert "| Profiled bandwidth of a link of 20 to 200 Mbit/s, largest error | at most 10.0% | 12.0%" in text
     flat = " ".join(text.split())
-    assert "**Missed:** Profiled bandwidth of a link of 20 to 200 Mbit/s, largest error. Wanted: at most 10.0%." in flat
-    assert "**Open:** eager_1f1b over 1f1b" in flat
+    [missed] = [line for line in text.splitlines() if line.startswith("| Profiled bandwidth")]
+    [unknown] = [line for line in text.splitlines() if line.startswith("| eager_1f1b over 1f1b")]
+    assert missed.endswith(" | **no** |") and unknown.endswith(" | open |")
     assert "**Not run:** Growth;" in flat
     assert "**Not run:** Step time of the planned one of all orders of four hosts against the best;" in flat
     assert "| experiments | date | cores |" in text
@@ -66,7 +66,7 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= results.WIDTH
     drawn = re.findall(r"\]\((page/\w+\.png)\)", text)
     assert sorted(drawn) == sorted(f"page/{path.name}" for path in (tmp_path / "page").iterdir())
-    assert len(drawn) == len(set(drawn)) == 9
+    assert len(drawn) == len(set(drawn)) == 8
     for name in drawn:
         assert matplotlib.image.imread(tmp_path / name).std() > 0.02, f"{name} is empty"
 
