@@ -159,15 +159,17 @@ def resume(folder: pathlib.Path, settings: dict[str, Any], steps: int) -> Result
 
 def describe(results: dict[str, Result], folder: pathlib.Path) -> str:
     """Return the section's text."""
-    lines = [
-        "| program | dtype | error of the loss | of the worst gradient | bound |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for result in results.values():
-        for case, errors in result.get("errors", {}).items():
-            bound = f"{result['bounds']['loss']:.1g}, {result['bounds']['gradient']:.1g}"
-            cells = (case, result["dtype"], f"{errors['loss']:.1e}", f"{errors['gradient']:.1e}", bound)
-            lines.append("| " + " | ".join(cells) + " |")
+    compared = [result for result in results.values() if "errors" in result]
+    dtypes = {result["dtype"]: result["bounds"] for result in compared}
+    programs: dict[str, dict[str, str]] = {}
+    for result in compared:
+        for case, errors in result["errors"].items():
+            programs.setdefault(case, {})[result["dtype"]] = f"{errors['loss']:.1e}, {errors['gradient']:.1e}"
+    headings = [f"{name}; at most {bound['loss']:.1g}, {bound['gradient']:.1g}" for name, bound in dtypes.items()]
+    lines = ["Errors of the loss and of the worst gradient:", "", "| program | " + " | ".join(headings) + " |"]
+    lines.append("| --- " * (1 + len(headings)) + "|")
+    for case, found in programs.items():
+        lines.append("| " + " | ".join([case, *(found.get(name, "-") for name in dtypes)]) + " |")
     for name, result in results.items():
         if "equal" in result:
             lines += ["", f"{name}: all {result['equal']} steps have equal losses and norms, bit for bit."]

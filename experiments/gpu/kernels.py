@@ -41,32 +41,18 @@ def measure(folder: pathlib.Path, cases: list[list[Any]], elements: int, repeats
 
 def describe(results: dict[str, Result], folder: pathlib.Path) -> str:
     """Return the section's text."""
-    lines = []
-    for result in results.values():
-        lines.append(f"A copy moves {result['bandwidth'] / 1e12:.3g} TB/s. Encoding is to reach {_AIM:.0%} of it.")
-        lines += ["", "| operation | size | dtype | rank | implementation | us | share of copy bandwidth |"]
-        lines.append("| --- | --- | --- | --- | --- | --- | --- |")
-        for row in result["rows"]:
-            cells = (row["operation"], row["size"], row["dtype"], row["rank"], row["implementation"])
-            figures = f"{row['microseconds']:.1f} | {row['share']:.0%}"
-            lines.append("| " + " | ".join(map(str, cells)) + f" | {figures} |")
-        lines += ["", *_sums(result["rows"]), *(f"Failed: {text}" for text in result["failed"])]
-    return "\n".join(lines)
-
-
-def _sums(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a table of the whole time of a message or gradient, by implementation."""
-    whole: dict[tuple[str, int], dict[str, float]] = {}
+    rows = [row for result in results.values() for row in result["rows"]]
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    cases: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        times = whole.setdefault((row["size"], row["rank"]), {})
-        times[row["implementation"]] = times.get(row["implementation"], 0.0) + row["microseconds"]
-    names = list(dict.fromkeys(row["implementation"] for row in rows if row["implementation"] != _REFERENCE))
-    lines = ["| sender and receiver together | rank | " + " | ".join(f"{name}, us" for name in names) + " |"]
-    lines.append("| --- | --- |" + " --- |" * len(names))
-    for (size, rank), times in whole.items():
-        figures = (f"{times[name]:.1f}" if name in times else "-" for name in names)
-        lines.append(f"| {size} | {rank} | " + " | ".join(figures) + " |")
-    return [*lines, ""]
+        case = (row["operation"], row["size"], row["dtype"], str(row["rank"]))
+        cases.setdefault(case, {})[row["implementation"]] = f"{row['microseconds']:.1f} ({row['share']:.0%})"
+    copies = ", ".join(f"{result['bandwidth'] / 1e12:.3g}" for result in results.values())
+    lines = [f"A copy moves {copies} TB/s. Encoding is to reach {_AIM:.0%} of it. A cell has us, and the share of it."]
+    lines += ["", "| operation | size | dtype | rank | " + " | ".join(names) + " |", "| --- " * (4 + len(names)) + "|"]
+    for case, times in cases.items():
+        lines.append("| " + " | ".join([*case, *(times.get(name, "-") for name in names)]) + " |")
+    return "\n".join([*lines, *(f"\nFailed: {text}" for result in results.values() for text in result["failed"])])
 
 
 _SIZES = {"elements": 1 << 29, "repeats": 10}

@@ -29,8 +29,8 @@ def _section(section: Section, record: SectionRecord, pictures: pathlib.Path) ->
     for name, part in record.parts.items():
         if part.status != DONE:
             missing.setdefault(f"{part.status}, {part.reason}", []).append(name)
-    if missing:
-        lines += ["Not measured:", "", *(f"- {'; '.join(names)}: {why}" for why, names in missing.items()), ""]
+    for why, names in missing.items():
+        lines += [f"Not measured ({why}): {'; '.join(names)}.", ""]
     return "\n".join(lines)
 
 

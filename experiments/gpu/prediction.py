@@ -167,12 +167,11 @@ def describe(results: dict[str, Result], folder: pathlib.Path) -> str:
         ratio = f"{row['oracle'] / row['peak']:.3f}" if row["peak"] else "-"
         cells = [row["step"], gigabytes(row["peak"]), gigabytes(row["oracle"]), ratio, gigabytes(row["program"])]
         lines.append("| " + " | ".join([*cells, row["source"]]) + " |")
-    lines += ["", "A step, from a profile of this device and from its data sheet:", ""]
-    lines += [
-        "| model | save | measured ms | from the profile | from the data sheet |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for result in (r for r in results.values() if "rows" in r):
+    steps = [result for result in results.values() if "rows" in result]
+    if steps:
+        lines += ["", "A step, from a profile of this device and from its data sheet:", ""]
+        lines += ["| model | save | measured ms | from the profile | from the data sheet |", "| --- " * 5 + "|"]
+    for result in steps:
         for row in result["rows"]:
             guesses = (row["profiled"], row["data_sheet"])
             said = (f"{1e3 * g:.1f} ({g / row['seconds'] - 1:+.1%})" if g else "-" for g in guesses)
