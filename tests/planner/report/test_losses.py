@@ -39,7 +39,7 @@ def frontier_of_the_page(large: bool = False) -> dict[tuple[str, str], str]:
     loss = r"([+-][\d.]+ \([+-][\d.]+ to [+-][\d.]+\))"
     cost = r"[\d.]+ \| [\d.]+"
     page = PAGE.partition("### With 6.4 million parameters")[2 if large else 0]
-    rows = re.findall(rf"^\| ([^|]+) \| {cost} \| {loss} \| {cost} \| {loss} \|$", page, re.MULTILINE)
+    rows = re.findall(rf"^\| ([^|]+) \| {cost} \| {loss} \| {cost} \| {loss} \|(?: [^|]+ \|)?$", page, re.MULTILINE)
     return {(name, what): cell for name, *cells in rows for what, cell in zip(("all", "data"), cells, strict=True)}
 
 
