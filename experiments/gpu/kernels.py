@@ -50,8 +50,8 @@ def describe(results: dict[str, Result], folder: pathlib.Path) -> str:
     copies = ", ".join(f"{result['bandwidth'] / 1e12:.3g}" for result in results.values())
     lines = [f"A copy moves {copies} TB/s. Encoding is to reach {_AIM:.0%} of it. A cell has us, and the share of it."]
     lines += ["", "| operation | size | dtype | rank | " + " | ".join(names) + " |", "| --- " * (4 + len(names)) + "|"]
-    for case, times in cases.items():
-        lines.append("| " + " | ".join([*case, *(times.get(name, "-") for name in names)]) + " |")
+    for matrices, times in cases.items():
+        lines.append("| " + " | ".join([*matrices, *(times.get(name, "-") for name in names)]) + " |")
     return "\n".join([*lines, *(f"\nFailed: {text}" for result in results.values() for text in result["failed"])])
 
 
