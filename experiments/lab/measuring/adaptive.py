@@ -64,7 +64,8 @@ def probe_command(data: str, seed: int, out: pathlib.Path) -> list[str]:
         out: folder to write to.
     """
     ranks, stages, _ = BASE.mesh
-    sections = dataclasses.replace(BASE, mesh=(ranks, stages, 1)).values(data, eval_batches=4, seed=seed)
+    split = dataclasses.replace(BASE, mesh=(ranks, stages, 1), compress=())
+    sections = split.values(data, eval_batches=4, seed=seed) | {"compress": dict(BASE.compress)}
     given = [f"--config.{name}.{key}={value}" for name, values in sections.items() for key, value in values.items()]
     of = [f"--config={_CONFIG}", f"--out={out}", f"--codecs={','.join(_CODECS)}"]
     return [sys.executable, "-m", "paxtrain.study", "--probe", *of, f"--steps={_PROBED}", f"--seeds={_SEEDS}", *given]
