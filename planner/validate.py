@@ -5,8 +5,9 @@ predicts the others. --fit=N draws N rows to fit; --folds=K holds each row out o
 with the seeds --seed, --seed + 1, ... and prints the means. --hold_out=cells holds out whole (hidden, micro_batch, tp)
 cells, --hold_out=meshes whole (tp, dp, pp). --method=pipette or amp uses their closed form in place of the simulator,
 with everything else equal.
---executor says whose runs these are: ideal, of systems whose transfers hold no stage, such as Megatron-LM, or paxtrain,
-of this trainer, whose stages exchange messages row by row.
+Predictions are those of planner.cost, by which plans are made (planner/fit/trial_steps.py). --executor says whose runs
+these are: ideal, of systems whose transfers hold no stage, such as Megatron-LM, or paxtrain, of this trainer, whose
+stages exchange messages row by row.
 
 The last line of output is JSON about the rows not fitted, errors and regrets as fractions:
     {"n", "n_fit", "mape", "median_ape", "spearman", "kendall", "regret_mean", "regret_max", "groups"}
@@ -31,7 +32,7 @@ from absl import flags
 from paxtrain.command_line import run
 from paxtrain.errors import UserError
 from paxtrain.knobs import define, given
-from planner.fit import trial_model, trials
+from planner.fit import trial_steps, trials
 from planner.fit.validation import ValidateOptions, validate
 
 HINT = "name the table with --trials=trials.csv"
@@ -58,7 +59,7 @@ def _method() -> str:
     """
     f = flags.FLAGS
     if f.method == "simulate":
-        return trial_model.EXECUTORS[f.executor]
+        return trial_steps.EXECUTORS[f.executor]
     if f["executor"].present:
         raise UserError(
             f"--executor={f.executor} says how to simulate, but --method={f.method} does not; leave one out"
@@ -70,9 +71,9 @@ def define_flags() -> None:
     """Define this main's flags."""
     flags.DEFINE_string("trials", None, "The table of measured runs, a CSV as planner/fit/trials.py describes it.")
     define(ValidateOptions, "fit", "folds", "seed", "seeds", "hold_out", folds=None)
-    methods = [method for method in trial_model.METHODS if method not in trial_model.EXECUTORS.values()]
+    methods = [method for method in trial_steps.METHODS if method not in trial_steps.EXECUTORS.values()]
     flags.DEFINE_enum("method", "simulate", ["simulate", *methods], "How stages compose an iteration.")
-    flags.DEFINE_enum("executor", "ideal", list(trial_model.EXECUTORS), "Whose runs are simulated.")
+    flags.DEFINE_enum("executor", "ideal", list(trial_steps.EXECUTORS), "Whose runs are simulated.")
     flags.DEFINE_string("out", "runs/validate", "The folder to write to.")
 
 

@@ -37,7 +37,7 @@ MAY_NAME_SCHEDULES = (
     "planner/export/",
     "planner/memory/labels.py",
     "planner/search/baselines.py",
-    "planner/fit/trial_model.py",
+    "planner/fit/trial_steps.py",
     "planner/fit/trials.py",
     "planner/cost/simulate.py",
     "planner/measure/compute_timing.py",

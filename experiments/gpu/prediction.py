@@ -129,7 +129,7 @@ def _trial(config: Config, recompute: bool, kind: str, seconds: float) -> Trial:
     )
 
 
-_FITTED = ("compute_efficiency", "memory_efficiency", "layer_launch", "backward_ratio", "head_ratio", "optimizer_bytes")
+_FITTED = ("matmul", "memory", "layer_launch", "backward", "head", "optimizer_bytes")
 
 
 def constants(folder: pathlib.Path, model: str, settings: dict[str, Any], cases: list[list[Any]], steps: int) -> Result:

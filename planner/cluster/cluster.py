@@ -27,9 +27,11 @@ class Shares:
         memory: share of the bandwidth in passes over memory.
         layer_launch: least seconds of a layer's forward, which its kernels' launches take.
         backward: time of a layer's backward over its forward's, without recomputation.
+        scores: passes over stored attention scores over those that planner.cost.compute counts.
+        head: time of the head and the loss over the data sheet's.
+        chunk_seconds: constant part of F and of B of a chunk.
         optimizer_bytes: bytes read and written per parameter. AdamW reads p, m, v, g and writes p, m, v, after one more
             pass over g each for the norm and its clipping.
-        of_reach: whether `matmul` is over what the device reaches; otherwise all products have that share of the peak.
         stored_scores: whether attention's scores go through memory, as without flash attention.
     """
 
@@ -37,8 +39,10 @@ class Shares:
     memory: float = 0.80
     layer_launch: float = 1.2e-4
     backward: float = 2.0
+    scores: float = 1.0
+    head: float = 1.0
+    chunk_seconds: float = 0.0
     optimizer_bytes: float = 40.0
-    of_reach: bool = True
     stored_scores: bool = False
 
 

@@ -75,6 +75,8 @@ class LayerCosts:
         head: loss and its gradient.
         embedding: look-up and its gradient.
         optimizer: update of one float32 parameter held by the device.
+        byte: one pass over a byte of memory.
+        chunk: constant part of F and of B of a chunk.
     """
 
     forward: float
@@ -84,6 +86,8 @@ class LayerCosts:
     head: float
     embedding: float
     optimizer: float
+    byte: float
+    chunk: float = 0.0
 
 
 def _all_reduce(ranks: int, size: int, alpha: float, bandwidth: float) -> float:
@@ -111,6 +115,7 @@ class _Products(NamedTuple):
     kernels: float
 
 
+@functools.lru_cache(maxsize=4096)
 def _with_kernels(rates: ProductRates, tokens: int, shapes: tuple[tuple[int, int], ...]) -> _Products:
     """Return the seconds of the products of tokens with kernels [n, k], and of their gradients."""
     return _Products(
@@ -121,7 +126,7 @@ def _with_kernels(rates: ProductRates, tokens: int, shapes: tuple[tuple[int, int
 
 
 def _attention(
-    model: ModelConfig, device: DeviceSheet, rates: ProductRates, tensor: int, micro_batch: int, stored: bool
+    model: ModelConfig, device: DeviceSheet, rates: ProductRates, tensor: int, micro_batch: int, shares: Shares
 ) -> tuple[float, float]:
     """Return the seconds of attention in F and in B, if B has two products for each of F's.
 
@@ -131,14 +136,14 @@ def _attention(
         rates: rates of its products.
         tensor: T.
         micro_batch: sequences of a micro-batch.
-        stored: whether scores go through memory on all devices; they do on those without flash attention.
+        shares: shares of the data sheet; scores go through memory if it says so, or without flash attention.
     """
     length, tokens = model.sequence, micro_batch * model.sequence
-    if stored or model.with_attention(device.capability).attention == "xla":
+    if shares.stored_scores or model.with_attention(device.capability).attention == "xla":
         batch = -(-micro_batch * model.heads // tensor)
         scores = rates.seconds(length, length, model.head_dim, batch)
         products = scores + rates.seconds(length, model.head_dim, length, batch)
-        passes = batch * length**2 * rates.item / rates.memory
+        passes = shares.scores * batch * length**2 * rates.item / rates.memory
         return products + _SCORE_PASSES[0] * passes, 2 * products + _SCORE_PASSES[1] * passes
     forward = 2 * tokens * length * model.hidden / tensor / (_FLASH * rates.flops)
     return forward, _FLASH_BACKWARD * forward
@@ -174,15 +179,13 @@ def sheet(
     item = ITEM[model.dtype]
     tokens, h = micro_batch * model.sequence, model.hidden
     peak = (device.peak_flops if model.dtype == "bfloat16" else device.single_flops) * shares.matmul
-    if shares.of_reach:
-        peak *= device.reach * (1.0 if device.sms else UNKNOWN_SHAPES)
-    sms = device.sms if shares.of_reach else 0
-    rates = ProductRates(peak, device.bandwidth * shares.memory, sms, item)
+    peak *= device.reach * (1.0 if device.sms else UNKNOWN_SHAPES)
+    rates = ProductRates(peak, device.bandwidth * shares.memory, device.sms, item)
     reduce = _all_reduce(tensor, tokens * h * item, *inside)
     ratio, launch = shares.backward / 2, shares.layer_launch  # 1 if B takes twice as long as F
 
     products = _with_kernels(rates, tokens, kernels(model, tensor))
-    attention, attention_backward = _attention(model, device, rates, tensor, micro_batch, shares.stored_scores)
+    attention, attention_backward = _attention(model, device, rates, tensor, micro_batch, shares)
     # Norms and residual sums run whole on each device of a tensor group, or on parts; the wide part is split.
     once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / rates.memory
     passes = _ACTIVATION_PASSES * once
@@ -198,10 +201,11 @@ def sheet(
     rest = launched(rest + _SPLIT_PASSES["input"] * once, 1.5 * launch) + 2 * reduce + again
     logits = _with_kernels(rates, tokens, ((h, model.padded_vocab // tensor),))
     traffic = 8 * tokens * model.padded_vocab / tensor * item / rates.memory
-    head = sum(logits) + traffic + 2 * reduce + 20 * LAUNCH
+    head = shares.head * (sum(logits) + traffic + 2 * reduce + 20 * LAUNCH)
     embedding = 6 * tokens * h * item / rates.memory + reduce + 4 * LAUNCH
     optimizer = shares.optimizer_bytes / rates.memory
-    return LayerCosts(forward, backward + again, rest, weights, head, embedding, optimizer)
+    times = (forward, backward + again, rest, weights, head, embedding, optimizer)
+    return LayerCosts(*times, byte=optimizer / shares.optimizer_bytes, chunk=shares.chunk_seconds)
 
 
 # --- With a profile ---------------------------------------------------------------------------------------------------
@@ -255,7 +259,7 @@ def _affine(micro_batch: int, at: np.ndarray, seconds: np.ndarray) -> float:
     return float(max(seconds[i] + slope * (micro_batch - at[i]), 0.5 * seconds[0] * min(1.0, micro_batch / at[0])))
 
 
-def _inside(cluster: Cluster, kind: str) -> tuple[float, float]:
+def inside(cluster: Cluster, kind: str) -> tuple[float, float]:
     """Return latency and bandwidth inside the slowest host of a kind."""
     hosts = np.array([i for i, k in enumerate(cluster.kinds) if k == kind])
     return float(cluster.alpha[hosts, hosts].max()), float(cluster.bandwidth[hosts, hosts].min())
@@ -291,31 +295,31 @@ def layer(
     Raises:
         UserError: a kind without a data sheet has no profile.
     """
-    inside = _inside(cluster, kind)
+    link = inside(cluster, kind)
     device = cluster.sheet(kind) or _CPU
     groups = _groups(cluster, kind)
     if not groups:
         if kind == "cpu":
             raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
-        return sheet(model, device, tensor, micro_batch, save, inside, cluster.shares, sequence_parallel)
+        return sheet(model, device, tensor, micro_batch, save, link, cluster.shares, sequence_parallel)
     shape = (*profiled(model), tensor, save)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]
     times = [name for name in (*TIMES, *PARTS) if name in rows]
     measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in times}
-    here = sheet(model, device, tensor, micro_batch, save, inside, sequence_parallel=sequence_parallel)
+    here = sheet(model, device, tensor, micro_batch, save, link, sequence_parallel=sequence_parallel)
     if nearest != shape or sequence_parallel:
         *sizes, other_tensor, other_save = nearest
         names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
         attention = "xla" if model.attention == "xla" else "auto"
         other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention=attention)
         # A profile is measured on groups inside a host, whatever hosts are taken together here.
-        measured_inside = _inside(cluster.parts or cluster, kind)
+        measured_inside = inside(cluster.parts or cluster, kind)
         there = sheet(other, device, other_tensor, micro_batch, other_save, measured_inside)
         measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
     # If the backward was measured whole, its parts have the data sheet's shares.
     parts = {name: measured["backward"] * getattr(here, name) / here.backward for name in PARTS}
-    return LayerCosts(**parts | measured)
+    return LayerCosts(**parts | measured, byte=measured["optimizer"] / cluster.shares.optimizer_bytes)
 
 
 def source(cluster: Cluster) -> str:
@@ -327,9 +331,9 @@ def source(cluster: Cluster) -> str:
     some = f"compute profile of {', '.join(sorted(profiled))}; of the others " if profiled & set(cluster.kinds) else ""
     sheets = [one for kind in set(cluster.kinds) - profiled if (one := cluster.sheet(kind))]
     memory = f"{shares.memory:.0%} of memory bandwidth"
-    if not shares.of_reach:
-        return f"{some}data sheet at {shares.matmul:.0%} of peak FLOP/s and {memory}, fitted to measured runs"
     peak = " or ".join(f"{x:.0%}" for x in sorted({shares.matmul * one.reach for one in sheets}))
+    if shares != ASSUMED:
+        return f"{some}data sheet at up to {peak} of peak FLOP/s and {memory}, fitted to measured runs"
     assumed = "" if all(one.reach == REACH.get(one.capability) for one in sheets) else " (assumed)"
     return f"{some}data sheet at up to {peak} of peak FLOP/s{assumed} and {memory}, fitted to published runs"
 

@@ -10,7 +10,7 @@ from planner.cost.candidate import NO_GROUPS, Candidate, host_order
 from planner.cost.coded import LOW_RANK, coded
 from planner.cost.link_seconds import Fabric, fabric
 from planner.cost.outer import FragmentExchange, exchanges
-from planner.cost.step_time import Problem
+from planner.cost.step_time import Problem, steps
 from planner.pipeline import ideal
 
 
@@ -149,6 +149,5 @@ def ideal_step(problem: Problem, links: Fabric, hosts: np.ndarray) -> tuple[str,
         outer=NO_GROUPS,
     )
     other = Problem(problem.cluster, problem.model, plain)
-    seconds, kinds = other.links(other.paths(links, hosts[None])), other.kind_of_host[hosts][None]
-    pipelines = ideal.pipeline(other.table, other.seconds(seconds, kinds))
-    return schedule, float(other.finish(seconds, kinds, pipelines).total[0])
+    [step] = steps([other], [(other.paths(links, hosts[None]), other.kind_of_host[hosts][None])], ideal.pipeline)
+    return schedule, float(step.total[0])

@@ -14,7 +14,7 @@ slowest group, and a share of what the exchange between groups adds (planner.cos
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -69,15 +69,30 @@ class Problem(Sizes):
     """
 
     def __init__(
-        self, cluster: Cluster, model: ModelConfig, candidate: Candidate, splits: Sequence[tuple[int, ...]] = ()
+        self,
+        cluster: Cluster,
+        model: ModelConfig,
+        candidate: Candidate,
+        splits: Sequence[tuple[int, ...]] = (),
+        layer: Sequence[costs.LayerCosts] = (),
     ) -> None:
+        """Prepare what does not depend on the placement.
+
+        Args:
+            cluster: cluster.
+            model: model to train.
+            candidate: candidate; its layers are split as `splits` say, if there are any.
+            splits: layers of each virtual stage, of each split.
+            layer: costs of a layer on each kind of device, and so for each of several settings of the constants; (): as
+                the cluster has them.
+        """
         super().__init__(model, candidate)
         self.cluster = cluster
         kinds = sorted(set(cluster.kinds))
         self.kind_of_host = np.array([kinds.index(kind) for kind in cluster.kinds])
         c = candidate
         how = (c.tensor, c.micro_batch, c.save, c.sequence_parallel)
-        self.layer = [costs.layer(cluster, kind, model, *how) for kind in kinds]
+        self.layer = list(layer) or [costs.layer(cluster, kind, model, *how) for kind in kinds]
         self.overlap = cluster.overlaps
         packed = c.backward, c.backward_links
         self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, *packed, skips=bool(c.ranks))
@@ -85,17 +100,17 @@ class Problem(Sizes):
         self.layer = self.layer * max(len(splits), 1)
         first = np.zeros(counts.shape[1])
         first[0] = 0.5  # half of the embedding's time is its look-up, half its gradient
-        names = ("forward", "backward", "embedding", "backward_input", "backward_weights", "head", "optimizer")
+        names = [field.name for field in dataclasses.fields(costs.LayerCosts)]
         unit = {name: np.array([getattr(x, name) for x in self.layer]) for name in names}
         divided = SPECS[c.schedule].splits and c.pipe > 1
         table, last = unit["embedding"][:, None] * first, unit["backward_weights" if divided else "backward"]
+        table = table + unit["chunk"][:, None]
         self.forward = unit["forward"][:, None] * counts + table
         self.backward = unit["backward_input" if divided else "backward"][:, None] * counts + table
         self.weights = unit["backward_weights"][:, None] * counts * divided
         self.head = unit["head"]
         self.hides = self._hidden(counts) * last[:, None]  # [kinds, P]
-        # The optimizer is passes over memory, so its speed is also that of the other passes.
-        self.pass_per_byte = unit["optimizer"] / cluster.shares.optimizer_bytes
+        self.pass_per_byte = unit["byte"]
 
     def _hidden(self, counts: Array) -> Array:
         """Return the number of layers [kinds, P] that a stage's last op runs while other layers' gradients are reduced.
@@ -318,7 +333,12 @@ def _closing(schedule: str, stages: int, micro_batches: int, chunks: int) -> Arr
     return np.isin(np.arange(stages), build(schedule, stages, micro_batches, chunks, True).closing)
 
 
-def steps(problems: list[Problem], placements: list[tuple[Paths, Array]]) -> list[Step]:
+Replay = Callable[[Table, simulator.Seconds, bool], Array]  # see planner.pipeline.simulator.pipeline
+
+
+def steps(
+    problems: list[Problem], placements: list[tuple[Paths, Array]], replay: Replay = simulator.pipeline
+) -> list[Step]:
     """Return the steps of many candidates, each on a batch of placements.
 
     Candidates that run the same table are simulated together.
@@ -326,6 +346,7 @@ def steps(problems: list[Problem], placements: list[tuple[Paths, Array]]) -> lis
     Args:
         problems: candidates.
         placements: each problem's paths, and the device kinds [batch, D, P] (indices) of its groups.
+        replay: what replays the table.
     """
     links = [problem.links(where) for problem, (where, _) in zip(problems, placements, strict=True)]
     seconds = [p.seconds(x, kinds) for p, x, (_, kinds) in zip(problems, links, placements)]
@@ -336,7 +357,7 @@ def steps(problems: list[Problem], placements: list[tuple[Paths, Array]]) -> lis
             members.setdefault(table, []).append((n, where))
     for table, some in members.items():
         parts = [simulator.take(seconds[n], where) for n, where in some]
-        replayed = simulator.pipeline(table, simulator.concatenate(parts), problems[some[0][0]].overlap)
+        replayed = replay(table, simulator.concatenate(parts), problems[some[0][0]].overlap)
         ends = np.cumsum([len(part.forward) for part in parts])
         for (n, where), part in zip(some, np.split(replayed, ends[:-1])):
             pipelines[n][where] = part

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from planner.fit import constants, pipelines
+from planner.fit import constants, trial_steps
 from planner.fit.constants import CONSTANTS
-from planner.fit.trial_model import TrialModel
+from planner.fit.trial_steps import TrialSteps
 from planner.fit.trials import Trial
 
 Array = np.ndarray
@@ -36,7 +36,7 @@ _AT_BOUND = 0.01  # of a range's logarithm
 
 def cells(trial: Trial) -> list[Cell]:
     """Return the layer-cost factors that a run's time depends on, one per device kind."""
-    return [(kind or trial.cluster, trial.hidden, trial.tp, trial.micro_batch) for kind in pipelines.kinds(trial)]
+    return [(kind or trial.cluster, trial.hidden, trial.tp, trial.micro_batch) for kind in trial_steps.kinds(trial)]
 
 
 def ranges(trials: Sequence[Trial]) -> Array:
@@ -57,7 +57,7 @@ class Calibration:
         speeds: speed of each device kind over its datasheet's.
         factors: factors on a layer's cost.
         fitted: number of rows that each cluster's constants were fitted to.
-        method: how stages compose an iteration, one of trial_model.METHODS.
+        method: how stages compose an iteration, one of trial_steps.METHODS.
     """
 
     clusters: dict[str, Array]
@@ -70,11 +70,11 @@ class Calibration:
 
     def predict(self, trials: Sequence[Trial]) -> Array:
         """Return the predicted seconds of an iteration [trials]."""
-        model = TrialModel(trials, self.method)
+        model = TrialSteps(trials, self.method)
         values = np.array([self.clusters.get(trial.cluster, self.shared) for trial in trials])
         speed, factor = np.ones((2, len(trials), model.slots))
         for i, trial in enumerate(trials):
-            for slot, (kind, cell) in enumerate(zip(pipelines.kinds(trial), cells(trial))):
+            for slot, (kind, cell) in enumerate(zip(trial_steps.kinds(trial), cells(trial))):
                 speed[i, slot] = self.speeds.get(kind, 1.0)
                 factor[i, slot] = self.factors.get(cell, 1.0)
         return model.seconds(values[None], speed[None], factor[None])[0]
@@ -117,12 +117,12 @@ class _LeastSquares:
     """The problem over logarithms of value / typical: shared constants, each cluster's, speeds and factors."""
 
     def __init__(self, fitted: Sequence[Trial], everything: Sequence[Trial], method: str) -> None:
-        self.model = TrialModel(fitted, method)
+        self.model = TrialSteps(fitted, method)
         self.measured = np.log(np.array([trial.seconds for trial in fitted], float))
         self.clusters = list(dict.fromkeys(trial.cluster for trial in everything))
         self.ranges = {name: ranges([trial for trial in everything if trial.cluster == name]) for name in self.clusters}
         self.noise, self.factor_spread = _NOISE, _FACTOR_SPREAD
-        kinds = sorted({kind for trial in fitted for kind in pipelines.kinds(trial) if kind})
+        kinds = sorted({kind for trial in fitted for kind in trial_steps.kinds(trial) if kind})
         self.kinds = kinds if len(kinds) > 1 else []  # the speed of a single kind is the same as the efficiencies
         self.cells = sorted({cell for trial in fitted for cell in cells(trial)})
         k, slots = len(CONSTANTS), self.model.slots
@@ -135,7 +135,7 @@ class _LeastSquares:
         self.index = np.full((len(fitted), k + 2 * slots), self.size)
         for row, trial in enumerate(fitted):
             self.index[row, :k] = k * (1 + self.clusters.index(trial.cluster)) + np.arange(k)
-            for slot, (kind, cell) in enumerate(zip(pipelines.kinds(trial), cells(trial))):
+            for slot, (kind, cell) in enumerate(zip(trial_steps.kinds(trial), cells(trial))):
                 self.index[row, k + slot] = kind_at.get(kind, self.size)
                 self.index[row, k + slots + slot] = cell_at[cell]
         self.typical = np.array([c.typical for c in CONSTANTS])
@@ -235,7 +235,7 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
     Args:
         fitted: runs with measured seconds.
         everything: further runs; their clusters get constants as well.
-        method: how stages compose an iteration, one of trial_model.METHODS.
+        method: how stages compose an iteration, one of trial_steps.METHODS.
     """
     problem = _LeastSquares(fitted, [*fitted, *everything], method)
     found = np.zeros(problem.size)

@@ -32,13 +32,13 @@ class Constant:
 
 
 CONSTANTS = (
-    Constant("compute_efficiency", "of the peak", 0.03, 1.0, 0.45, 0.4, "dense matrix products", wide=300),
-    Constant("memory_efficiency", "of the peak", 0.05, 1.0, 0.6, 0.4, "traffic to device memory", wide=100),
+    Constant("matmul", "of the reach", 0.05, 1.5, 0.8, 0.4, "matrix products, over what the device reaches", wide=300),
+    Constant("memory", "of the peak", 0.05, 1.0, 0.6, 0.4, "traffic to device memory", wide=100),
     Constant("layer_launch", "s", 1e-6, 2e-2, 3e-4, 1.0, "host time to launch a layer's forward"),
-    Constant("score_passes", "passes", 0.05, 30.0, 6.0, 0.7, "reads and writes of attention scores; few if fused"),
-    Constant("backward_ratio", "of F", 1.2, 3.5, 2.0, 0.15, "backward over forward, without recomputation"),
-    Constant("head_ratio", "of the model", 0.2, 5.0, 1.0, 0.4, "output layer and loss"),
-    Constant("micro_batch_seconds", "s", 1e-6, 0.1, 5e-4, 1.2, "constant part of F and of B of a stage"),
+    Constant("scores", "of the model", 0.01, 7.0, 1.3, 0.7, "passes over attention scores; few if fused"),
+    Constant("backward", "of F", 1.2, 3.5, 2.0, 0.15, "backward over forward, without recomputation"),
+    Constant("head", "of the model", 0.2, 5.0, 1.0, 0.4, "output layer and loss"),
+    Constant("chunk_seconds", "s", 1e-6, 0.1, 5e-4, 1.2, "constant part of F and of B of a chunk of layers"),
     Constant("intra_latency", "s", 1e-7, 5e-3, 2e-5, 1.0, "a message inside a host"),
     Constant("intra_efficiency", "of the rate", 0.02, 1.0, 0.6, 0.4, "rate inside a host", wide=100),
     Constant("inter_latency", "s", 1e-6, 2e-2, 5e-5, 1.0, "a message between hosts"),
@@ -49,7 +49,7 @@ CONSTANTS = (
         "tied_ratio", "of the model", 0.01, 5.0, 1.0, 0.7, "exchange of the embedding's gradients; little if untied"
     ),
     Constant("optimizer_bytes", "bytes", 2.0, 500.0, 40.0, 0.6, "traffic of the optimizer per parameter"),
-    Constant("step_seconds", "s", 1e-6, 2.0, 5e-3, 1.2, "constant part of an iteration"),
+    Constant("host_seconds", "s", 1e-6, 2.0, 5e-3, 1.2, "constant part of an iteration"),
 )
 NAMES = tuple(constant.name for constant in CONSTANTS)
 
@@ -60,8 +60,8 @@ def known(trial: Trial) -> dict[str, bool]:
     intra = trial.intra_bytes is not None or kinds
     inter = trial.host_bytes is not None
     return {
-        "compute_efficiency": kinds,
-        "memory_efficiency": kinds,
+        "matmul": kinds,
+        "memory": kinds,
         "intra_efficiency": intra,
         "inter_efficiency": inter,
     }

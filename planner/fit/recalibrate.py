@@ -3,23 +3,46 @@
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster, Shares, between
 
-# The fitted constants that a plan uses; the others describe the measured system's own program.
-_SHARES = {
-    "matmul": "compute_efficiency",
-    "memory": "memory_efficiency",
-    "layer_launch": "layer_launch",
-    "backward": "backward_ratio",
-    "optimizer_bytes": "optimizer_bytes",
-}
+# The fitted constants that a plan uses; the ratios describe the measured system's own messages.
+SHARES = tuple(field.name for field in dataclasses.fields(Shares) if field.name != "stored_scores")
+LINKS = ("intra_efficiency", "intra_latency", "inter_efficiency", "inter_latency")
 _HUGE = 1e100  # above all constants
-_LINKS = ("intra_efficiency", "intra_latency", "inter_efficiency", "inter_latency")
+
+
+def fitted_shares(values: Mapping[str, float], speed: float = 1.0, stored_scores: bool = False) -> Shares:
+    """Return fitted shares of data sheets.
+
+    Args:
+        values: fitted constants by name.
+        speed: speed of a device kind over its data sheet's.
+        stored_scores: see Shares.
+    """
+    shares: dict[str, float] = {name: values[name] for name in SHARES}
+    shares |= {name: speed * values[name] for name in ("matmul", "memory")}
+    return Shares(**shares, stored_scores=stored_scores)
+
+
+def fitted_links(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
+    """Return a cluster with fitted latencies and shares of its nominal link rates; farther hosts stay as much farther.
+
+    Args:
+        cluster: cluster with one nominal bandwidth per link.
+        values: fitted constants by name.
+    """
+    apart = between(cluster)
+    farther = cluster.alpha - cluster.alpha[apart].min(initial=np.inf) if apart.any() else 0.0
+    return dataclasses.replace(
+        cluster,
+        alpha=np.where(apart, values["inter_latency"] + farther, values["intra_latency"]),
+        samples=cluster.samples * np.where(apart, values["inter_efficiency"], values["intra_efficiency"]),
+    )
 
 
 def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> Cluster:
@@ -50,7 +73,7 @@ def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> 
     if name not in names:
         raise UserError(f"--constants_of must be one of {', '.join(names)}, which {path} has, got {name!r}")
     try:
-        value = {key: clusters[name]["constants"][key]["value"] for key in (*_SHARES.values(), *_LINKS)}
+        value = {key: clusters[name]["constants"][key]["value"] for key in (*SHARES, *LINKS, "host_seconds")}
     except (KeyError, TypeError) as error:
         raise UserError(
             f"the constants of {name} in {path} lack {error}; fit them anew with planner.validate"
@@ -59,15 +82,9 @@ def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> 
     if wrong:
         raise UserError(f"the constants of {name} in {path} must be above 0, got {', '.join(wrong)}; fit them anew")
     value = {key: float(x) for key, x in value.items()}
-    apart = between(cluster)
-    # Farther hosts are as much farther as before.
-    farther = cluster.alpha - cluster.alpha[apart].min(initial=np.inf) if apart.any() else 0.0
-    # The fitted model has one share for products of all shapes.
-    shares: dict[str, Any] = {ours: value[theirs] for ours, theirs in _SHARES.items()} | {"of_reach": False}
     return dataclasses.replace(
-        cluster,
-        shares=Shares(**shares),
-        alpha=np.where(apart, value["inter_latency"] + farther, value["intra_latency"]),
-        samples=cluster.samples * np.where(apart, value["inter_efficiency"], value["intra_efficiency"]),
+        fitted_links(cluster, value),
+        shares=fitted_shares(value),
+        host_seconds=value["host_seconds"],
         source=f"{cluster.source}; constants fitted to {clusters[name].get('rows_fitted', 'measured')} runs of {name}",
     )

@@ -27,12 +27,14 @@ Optional columns may be missing or empty. Other columns are kept and not read.
 import collections
 import csv
 import dataclasses
+import functools
 import io
 import math
 import pathlib
 from collections.abc import Sequence
 
 from paxtrain import files
+from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError, whole
 from paxtrain.schedule.schedules import FAMILY, SPECS, names
 
@@ -121,6 +123,23 @@ class Trial:
     virtual_stages: int = 1
     data_micro_batches: tuple[int, ...] = ()
     placement: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def model(self) -> ModelConfig:
+        """The model that was trained; its vocabulary is padded so that it divides.
+
+        Raises:
+            UserError: there is no such model.
+        """
+        return ModelConfig(
+            vocab_size=self.vocab,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            sequence=self.seq,
+            vocab_multiple=self.tp,
+            dtype="bfloat16" if self.element_bytes == 2 else "float32",
+        )
 
     @property
     def micro_batches(self) -> int:
@@ -287,11 +306,13 @@ def parse(columns: dict[str, str]) -> Trial:
         raise UserError(f"tp={n['tp']} x dp={n['dp']} x pp={n['pp']} must make devices={n['devices']}")
     if row["recompute"] not in ("0", "1"):
         raise UserError(f"recompute must be 0 or 1, got {row['recompute']!r}")
+    if n["tp"] % n["devices_per_host"] and n["devices_per_host"] % n["tp"]:
+        raise UserError(f"tp={n['tp']} must divide devices_per_host={n['devices_per_host']} or be a multiple of it")
     if row["dtype"].lower() not in _BYTES:
         raise UserError(f"dtype must be one of {', '.join(_BYTES)}, got {row['dtype']!r}")
     hosts = -(-n["devices"] // n["devices_per_host"])
     schedule, virtual_stages = _schedule(row["schedule"], n["pp"], row["virtual_stages"])
-    return Trial(
+    trial = Trial(
         cluster=row["cluster"],
         device_kinds=tuple(_per_host("device_kinds", row["device_kinds"], hosts)),
         host_bytes=_rates("host_gbit", row["host_gbit"], hosts),
@@ -307,6 +328,8 @@ def parse(columns: dict[str, str]) -> Trial:
         placement=_placement(row["placement"], n, hosts),
         **n,
     )
+    _ = trial.model  # which says what is wrong with its sizes
+    return trial
 
 
 def read(path: str | pathlib.Path) -> list[Trial]:

@@ -38,7 +38,7 @@ def repetition(rows: Sequence[Trial], splits: Sequence[Split], method: str) -> R
     Args:
         rows: all rows of the table.
         splits: one split, or several, each of which predicts its own held rows.
-        method: how stages compose an iteration, one of trial_model.METHODS.
+        method: how stages compose an iteration, one of trial_steps.METHODS.
     """
     measured = np.array([row.seconds is not None for row in rows])
     role = np.where(measured, "left_out", "not_run").astype("U8")

@@ -10,9 +10,10 @@ import collections
 
 import numpy as np
 
+from planner.pipeline import simulator
 from planner.pipeline.repetition import EQUAL
 from planner.pipeline.rows import Row, Table, numbers, runs
-from planner.pipeline.simulator import Seconds, spread
+from planner.pipeline.simulator import Arranged, Seconds
 
 Array = np.ndarray
 Inbox = collections.deque[Array]  # arrival times [batch] of a virtual stage's messages
@@ -21,8 +22,8 @@ Inbox = collections.deque[Array]  # arrival times [batch] of a virtual stage's m
 class _State:
     """Times at which stages are free, [P] arrays [batch], and messages on their way, by receiving virtual stage."""
 
-    def __init__(self, table: Table, seconds: Seconds) -> None:
-        self.seconds, self.last = spread(table, seconds), table.stages * table.chunks - 1
+    def __init__(self, table: Table, seconds: Arranged) -> None:
+        self.seconds, self.last = seconds, table.stages * table.chunks - 1
         self.stages = table.stages
         self.now = list(self.seconds.start.copy())
         self.activations: list[Inbox] = [collections.deque() for _ in range(self.last + 1)]
@@ -50,9 +51,9 @@ class _State:
         for inbox, arrival in made:
             inbox.append(arrival)
 
-    def all(self) -> list[Array]:
-        """Return everything that the next rows depend on."""
-        return [*self.now, *(x for inbox in (*self.activations, *self.gradients) for x in inbox)]
+    def waiting(self) -> list[Array]:
+        """Return when each message arrives: what the next rows depend on besides the stages' times."""
+        return [x for inbox in (*self.activations, *self.gradients) for x in inbox]
 
     def shift(self, moved: Array) -> None:
         """Move all of it in time."""
@@ -62,22 +63,29 @@ class _State:
                 inbox[i] = inbox[i] + moved
 
 
-def pipeline(table: Table, seconds: Seconds) -> Array:
+def pipeline(table: Table, seconds: Seconds, overlap: bool = True) -> Array:
     """Return the seconds [batch, P] at which each stage has done its last op.
 
     Compressed messages are not modeled: systems that are compared this way have none.
+
+    Args:
+        table: schedule to replay.
+        seconds: durations of a batch of candidates.
+        overlap: not read, since transfers hold no stage.
     """
-    state = _State(table, seconds)
+    different, which = simulator.distinct(simulator.spread(table, seconds))  # data ranks are often alike
+    state = _State(table, different)
     for rows, repeats in runs(table, overlap=False):
         for done in range(1, repeats + 1):
-            before = state.all()
+            now, messages = np.array(state.now), state.waiting()
             for row in rows:
                 state.row(row)
-            after = state.all()
-            if done == repeats or len(before) != len(after):
+            if done == repeats:
+                break
+            moved, close = np.array(state.now) - now, EQUAL * np.max(state.now, axis=0)
+            if np.any(np.ptp(moved, axis=0) > close) or len(messages) != len(after := state.waiting()):
                 continue
-            moved = np.array(after) - np.array(before)
-            if np.all(np.ptp(moved, axis=0) <= EQUAL * np.max(state.now, axis=0)):
+            if all(np.all(np.abs(b - a - moved[0]) <= close) for a, b in zip(messages, after)):
                 state.shift((repeats - done) * moved[0])
                 break
-    return np.array(state.now).T
+    return np.array(state.now).T[which]

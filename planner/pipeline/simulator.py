@@ -321,15 +321,25 @@ def pipeline(table: Table, seconds: Seconds, overlap: bool = True, rough: bool =
             new[key] = i
     if new:
         if len(new) < len(keys):
-            some = np.fromiter(new.values(), int, len(new))
-            parts = {f.name: getattr(arranged, f.name).take(some, axis=-1) for f in dataclasses.fields(Seconds)}
-            arranged = Arranged(**parts)
+            arranged = _some(arranged, list(new.values()))
         times = _Replay(arranged, overlap, None).run(runs(table, overlap=overlap), rough)
         known |= zip(new, times)
     found = np.array([known[key] for key in keys])
     if sum(map(len, _KNOWN.values())) * table.stages > _REMEMBERED:
         _KNOWN.clear()
     return found
+
+
+def _some(arranged: Arranged, which: list[int]) -> Arranged:
+    return Arranged(**{f.name: getattr(arranged, f.name).take(which, axis=-1) for f in dataclasses.fields(Seconds)})
+
+
+def distinct(arranged: Arranged) -> tuple[Arranged, Array]:
+    """Return those candidates of a batch whose durations differ, and for each candidate of the batch which it is."""
+    keys = _keys([getattr(arranged, f.name) for f in dataclasses.fields(Seconds)])
+    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1)))
+    place = {key: n for n, key in enumerate(first)}
+    return _some(arranged, list(first.values())), np.array([place[key] for key in keys])
 
 
 # Times [P] of pipelines that were replayed, by table, by the names of the durations that are not 0, and by these.

@@ -23,9 +23,6 @@ from planner.fit.constants import CONSTANTS
 from planner.fit.trials import COLUMNS
 from tests.sources import ROOT
 
-# Constants that plans use.
-USED = ("compute_efficiency", "memory_efficiency", "layer_launch", "backward_ratio", "optimizer_bytes")
-USED += ("intra_efficiency", "intra_latency", "inter_efficiency", "inter_latency")
 # The model that is imported, and from which a checkpoint is made.
 MODEL = {"vocab_size": 257, "layers": 2, "hidden": 32, "heads": 4, "sequence": 32}
 
@@ -99,7 +96,7 @@ def _cluster(home: pathlib.Path) -> None:
 
 def _planning(home: pathlib.Path) -> None:
     """Write constants, a probe, a schedule and a page, and the files of GPT-2's tokenizer."""
-    constants = {constant.name: {"value": constant.typical} for constant in CONSTANTS if constant.name in USED}
+    constants = {constant.name: {"value": constant.typical} for constant in CONSTANTS}
     (home / "constants.json").write_text(json.dumps({"clusters": {"lab": {"constants": constants}}}))
     codecs = (
         ProbedCodec("backward", "lowrank", (0.01, 0.02), 16),

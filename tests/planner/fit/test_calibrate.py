@@ -1,20 +1,22 @@
+"""The steps of measured runs by the planner's own model, against hand arithmetic, and the fit of its constants."""
+
 import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from paxtrain.devices import datasheets
-from planner.fit import calibrate, trial_model, trials
+from paxtrain.errors import UserError
+from planner.cost.link_seconds import fabric, paths
+from planner.fit import calibrate, trial_steps, trials
 from planner.fit.constants import CONSTANTS, NAMES
-from planner.fit.pipelines import pipeline_batches
-from planner.fit.trial_model import TrialModel
+from planner.fit.trial_steps import TrialSteps
 
 ROW = {
     "cluster": "lab",
     "devices": 16,
     "devices_per_host": 4,
-    "device_kinds": "A100",
+    "device_kinds": "T4",
     "host_gbit": "100",
     "intra_gbit": "2400",
     "hidden": 2048,
@@ -33,7 +35,12 @@ ROW = {
     "seconds": "",
 }
 TYPICAL = {c.name: c.typical for c in CONSTANTS}
-FREE = {"micro_batch_seconds": 0.0, "intra_latency": 0.0, "inter_latency": 0.0, "step_seconds": 0.0}
+# A T4 has 65 TFLOP/s and 300 GB/s. Of an unknown number of multiprocessors the largest products reach 65%, and others
+# 88% of that. The typical shares are 0.8 of this and 0.6 of the memory's bandwidth.
+PEAK, MEMORY = 0.8 * 0.65 * 0.88 * 65e12, 0.6 * 300e9
+LAYER, TABLE = 12 * 2048**2 + 13 * 2048, 50000 * 2048  # parameters
+MESSAGE = 2 * 1024 * 2048 * 2  # bytes of two sequences' activations
+RATE = 0.6 * 12.5e9  # bytes/s between hosts
 
 
 def trial(**changes):
@@ -42,176 +49,168 @@ def trial(**changes):
 
 def seconds(rows, method="simulate", speed=1.0, factor=1.0, **changes):
     """Return the predicted seconds of trials with typical constants, except for `changes`."""
-    model = TrialModel(rows, method)
+    model = TrialSteps(rows, method)
     constants = np.array([{**TYPICAL, **changes}[name] for name in NAMES])
     slots = np.ones((1, len(rows), model.slots))
     return model.seconds(np.broadcast_to(constants, (1, len(rows), len(NAMES))), slots * speed, slots * factor)[0]
 
 
-def test_one_device_by_hand():
-    row = trial(devices=1, pp=1, global_batch=6, recompute=1)
-    sheet, tokens, h = datasheets.datasheet("A100"), 2 * 1024, 2048
-    kernels = tokens * (24 * h**2 + 4 * h * 1024) / (0.45 * sheet.half)
-    kernels += 2 * (12 * h**2 + tokens * h * 34 + 6 * tokens * 1024 * 16) / (0.6 * sheet.memory_bandwidth)
-    forward = 16 * (kernels**4 + 3e-4**4) ** 0.25
-    backward = 16 * ((2 * kernels) ** 4 + 3e-4**4) ** 0.25 + forward
-    head = 2 * tokens * h * 50000 / (0.45 * sheet.half) + 24 * tokens * 50000 / (0.6 * sheet.memory_bandwidth)
-    optimizer = 40 * (16 * 12 * h**2 + 50000 * h) / (0.6 * sheet.memory_bandwidth)
-    expected = 3 * (forward + backward + 3 * head + 2 * 5e-4) + optimizer + 5e-3
+def changed(row, by, method="simulate", **constants):
+    """Return by how much the step grows if constants grow by a factor."""
+    larger = {name: by * TYPICAL[name] for name in constants}
+    before, after = (seconds([row], method, **x)[0] for x in ({}, larger))
+    return after - before
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_one_device_by_hand(recompute):
+    row = trial(devices=1, pp=1, global_batch=6, recompute=recompute)
+    tokens, h, heads = 2 * 1024, 2048, 2 * 16
+    products = 2 * tokens * 12 * h**2 / PEAK
+    # The products of scores wait for memory: operands of 128 a token, and the scores.
+    scores = 2 * heads * 2 * (2 * 1024 * 128 + 1024**2) / MEMORY
+    score_pass, one_pass = 1.3 * heads * 1024**2 * 2 / MEMORY, tokens * h * 2 / MEMORY
+    kernels = products + scores + 4.5 * score_pass + 22 * one_pass
+    forward = (kernels**4 + 3e-4**4) ** 0.25
+    backward = ((2 * products + 2 * scores + 5.5 * score_pass + 44 * one_pass) ** 4 + 6e-4**4) ** 0.25
+    head = 6 * tokens * TABLE / PEAK + 8 * tokens * 50000 * 2 / MEMORY + 20 * 5e-6
+    table = 6 * one_pass + 4 * 5e-6
+    micro_batch = 16 * (forward + backward + recompute * forward) + head + table + 2 * 5e-4
+    expected = 3 * micro_batch + 40 * (16 * LAYER + TABLE) / MEMORY + 5e-3
     assert seconds([row])[0] == pytest.approx(expected, rel=1e-12)
 
 
-def test_equal_stages_take_m_plus_p_minus_1_rows():
-    rows = [trial(vocab=1, micro_batch=1, global_batch=m) for m in (16, 40)]
-    few, many = seconds(rows, **FREE, hop_ratio=0.0, head_ratio=0.0, optimizer_bytes=0.0)
-    assert many / few == pytest.approx((40 + 15) / (16 + 15), rel=1e-5)
+def test_messages_by_hand():
+    """What a constant of the links adds to one micro-batch on two stages, or to one reduction of two data ranks."""
+    two = trial(devices=2, devices_per_host=1, pp=2, global_batch=2)
+    assert changed(two, 3, hop_ratio=1) == pytest.approx(2 * 2 * MESSAGE / RATE, rel=1e-6)
+    assert changed(two, 3, tied_ratio=1) == pytest.approx(2 * TABLE * 2 / RATE, rel=1e-6)
+    assert changed(two, 2, host_seconds=1) == pytest.approx(5e-3, rel=1e-6)
+    # F and B of each stage, there and back again, and the exchange, which waits for two ranks at once.
+    assert changed(two, 3, chunk_seconds=1) == pytest.approx(4 * 2 * 5e-4, rel=1e-6)
+    assert changed(two, 3, inter_latency=1) == pytest.approx(3 * 2 * 5e-5, rel=1e-6)
+    # A ring of two sends each byte of the gradients once, in two turns.
+    ring = trial(devices=2, devices_per_host=1, pp=1, dp=2, global_batch=4)
+    assert changed(ring, 3, data_ratio=1) == pytest.approx(2 * 2 * (16 * LAYER + TABLE) / RATE, rel=1e-6)
+    assert changed(ring, 3, inter_latency=1) == pytest.approx(2 * 2 * 2 * 5e-5, rel=1e-6)
+    # Stage 0 is host 0: its 4 data ranks share the network, and each sends its message there and back.
+    four = trial(devices=8, dp=4, pp=2, global_batch=8)
+    assert changed(four, 3, hop_ratio=1) == pytest.approx(2 * 2 * 4 * MESSAGE / RATE, rel=1e-6)
 
 
-FLAT = dict.fromkeys(("hop_ratio", "head_ratio", "optimizer_bytes", "tied_ratio", "layer_launch"), 0.0)
+def test_tensor_groups_over_hosts_are_as_slow_as_the_network():
+    """The ring of an all-reduce crosses the network: 4 all-reduces a layer, 2 of the head, 1 of the table."""
+    row = trial(devices=8, tp=8, pp=1, global_batch=2)
+    reduce = 2 * 7 / 8 * MESSAGE / RATE
+    found = changed(row, 0.5, inter_efficiency=1)
+    assert found == pytest.approx((16 * 4 + 2 + 1) * reduce, rel=1e-6)
+    kinds = trial(devices=8, tp=8, pp=1, device_kinds="A100;T4")
+    assert trial_steps.cluster_of(kinds).kinds == ("T4", "T4")  # a group waits for its slowest device
+
+
+FLAT = dict.fromkeys(("layer_launch", "host_seconds", "chunk_seconds", "head", "intra_latency", "inter_latency"), 0.0)
+FLAT |= dict.fromkeys(("hop_ratio", "data_ratio", "tied_ratio"), 0.0) | {"optimizer_bytes": 1e-9}
 
 
 @pytest.mark.parametrize("method", ["simulate", "rows"])
 def test_a_run_takes_what_its_schedule_takes(method):
-    """Equal stages have the bubbles of Narayanan et al. 2021 and of Qi et al. 2023; B and W are halves of it."""
+    """Nearly equal stages have the bubbles of Narayanan et al. 2021 and of Qi et al. 2023; one has the embedding."""
 
-    def of(schedule, m=64, **changes):
-        row = trial(vocab=1, devices=4, pp=4, micro_batch=1, global_batch=m, schedule=schedule, **changes)
-        return seconds([row], method, **FREE, **FLAT)[0]
+    def of(schedule, **changes):
+        """Return F and B of a micro-batch, and the bubble over these."""
+        row = {"vocab": 1, "layers": 64, "devices": 4, "pp": 4, "micro_batch": 1, "schedule": schedule} | changes
+        few, many = seconds([trial(**row, global_batch=m) for m in (64, 128)], method, **FLAT)
+        both = (many - few) / 64
+        return both, (few - 64 * both) / both
 
-    both = (of("1f1b", m=128) - of("1f1b")) / 64  # F and B of a micro-batch
-    forward = both / (1 + TYPICAL["backward_ratio"])
-    bubble = {name: (of(name) - 64 * both) / 3 for name in ("1f1b", "1f1b:6", "eager_1f1b", "gpipe", "zb_h1")}
-    assert bubble == pytest.approx(dict.fromkeys(bubble, both) | {"zb_h1": forward}, rel=1e-4)
-    for chunks in (2, 4):
-        found = of("interleaved_1f1b", virtual_stages=chunks) - 64 * both
-        assert found == pytest.approx(3 * both / chunks, rel=1e-4)
-
-
-def test_transfers_lie_under_compute_where_the_schedule_puts_them():
-    """With four in flight on two stages a transfer has the time of a micro-batch, in 1f1b none."""
-    rows = [trial(devices=8, tp=4, pp=2, schedule=name) for name in ("1f1b", "1f1b:3", "eager_1f1b")]
-    plain, more, eager = seconds(rows, "rows", hop_ratio=10.0)
-    assert eager < plain and more < plain
-    chunked = trial(devices=8, tp=4, pp=2, schedule="interleaved_1f1b")
-    # Chunks send from the last stage to the first, too.
-    none, some = (seconds([chunked], hop_ratio=ratio)[0] for ratio in (0.0, 10.0))
-    assert some - none > seconds([rows[0]], hop_ratio=10.0)[0] - seconds([rows[0]], hop_ratio=0.0)[0] > 0
+    names = ("1f1b", "1f1b:6", "eager_1f1b", "gpipe")
+    assert [of(name)[1] for name in names] == pytest.approx([3.0] * 4, rel=1e-2)
+    assert [of("interleaved_1f1b", virtual_stages=v)[1] for v in (2, 4)] == pytest.approx([3 / 2, 3 / 4], rel=3e-2)
+    # W, nearly a third of F and B, lies in the bubble twice.
+    assert 0.8 < of("zb_h1")[1] < 2.0
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b"])
-@pytest.mark.parametrize("method", trial_model.METHODS)
-def test_data_ranks_with_fewer_micro_batches(method, schedule):
-    """Of equal devices the rank with most counts. A rank of slow ones takes what all would with as few.
+def test_chunks_have_whole_layers():
+    row = trial(devices=4, pp=4, layers=14, schedule="interleaved_1f1b", virtual_stages=2)
+    assert row.stage_layers == (4, 4, 3, 3)
+    assert trial_steps.candidate(row, own=False).counts == (2, 2, 2, 2, 2, 2, 1, 1)
 
-    This trainer's rows are those of the rank with most, in which another one may wait for a moment.
-    """
+
+def test_data_ranks_with_fewer_micro_batches():
+    """Of equal devices the rank with most counts. A rank of slow ones takes what all would with as few."""
 
     def of(kinds, **batch):
-        mesh = {"devices": 8, "dp": 2, "pp": 4, "placement": "0;1;0;1;0;1;0;1", "schedule": schedule}
-        return seconds([trial(**mesh, device_kinds=kinds, **batch)], method)[0]
+        mesh = {"devices": 8, "dp": 2, "pp": 4, "placement": "0;1;0;1;0;1;0;1"}
+        return seconds([trial(**mesh, device_kinds=kinds, **batch)])[0]
 
     uneven = {"global_batch": 14, "data_micro_batches": "5;2"}
     mixed, slow = of("A100;T4", **uneven), of("T4", global_batch=8)
-    if schedule == "1f1b":
-        close = 1e-3 if method == "rows" else 1e-9
-        assert of("A100", **uneven) == pytest.approx(of("A100", global_batch=20), rel=close)
-        assert mixed == pytest.approx(slow, rel=close)
-    assert of("A100", **uneven) < mixed < of("T4;A100", **uneven)
+    assert of("A100", **uneven) == pytest.approx(of("A100", global_batch=20), rel=1e-9)
+    assert mixed == pytest.approx(slow, rel=1e-9)
     assert mixed < of("A100;T4", global_batch=14, data_micro_batches="4;3")
 
 
-@pytest.mark.parametrize("method", trial_model.METHODS)
+@pytest.mark.parametrize("method", trial_steps.METHODS)
 def test_time_grows_with_every_cost_and_falls_with_every_rate(method):
-    rows = [trial(tp=2, dp=4, pp=2), trial(tp=2, dp=2, pp=4, recompute=1), trial(tp=8, dp=1, pp=2)]
+    mesh = {"device_kinds": "V100"}  # without flash attention
+    rows = [trial(tp=2, dp=4, pp=2, **mesh), trial(tp=2, dp=2, pp=4, recompute=1, **mesh)]
+    rows.append(trial(tp=8, dp=1, pp=2, **mesh))
     base = seconds(rows, method)
     for name in NAMES:
         moved = seconds(rows, method, **{name: 1.3 * TYPICAL[name]})
-        sign = -1 if name.endswith("efficiency") else 1
+        sign = -1 if name.endswith("efficiency") or name in ("matmul", "memory") else 1
         assert np.all(sign * (moved - base) >= 0) and np.any(moved != base), name
     assert np.all(seconds(rows, method, factor=1.2) > base) and np.all(seconds(rows, method, speed=1.2) < base)
 
 
-def test_methods_agree_on_one_stage_and_order_as_they_should_with_transfers():
-    single = [trial(pp=1, dp=16)]
-    assert np.ptp([seconds(single, method)[0] for method in trial_model.METHODS]) < 1e-12
-    deep = [trial(pp=16, global_batch=256)]
-    names = ("amp", "pipette", "simulate", "rows")
-    amp, pipette, simulated, rows = (seconds(deep, method, hop_ratio=10.0)[0] for method in names)
-    assert amp < min(pipette, simulated)  # only AMP's form counts transfers once
-    assert simulated <= rows < 1.5 * simulated  # what a schedule allows, and what stages that wait for each other take
+def test_closed_forms_count_transfers_as_they_say():
+    """AMP's form counts each hop once, Pipette's once for every 4 of 32 micro-batches; of the slower ends all wait."""
+    deep = trial(devices=4, devices_per_host=1, pp=4, seq=16384)
+    once = 3 * 2 * 8 * 2 * MESSAGE * 2 / RATE  # three hops there and back, of 16 times the tokens, twice as much more
+    assert changed(deep, 3, "amp", hop_ratio=1) == pytest.approx(once, rel=1e-6)
+    assert changed(deep, 3, "pipette", hop_ratio=1) == pytest.approx(8 * once, rel=1e-6)
+    single = [trial(devices=1, pp=1)]
+    assert np.ptp([seconds(single, method)[0] for method in trial_steps.METHODS if method != "rows"]) < 1e-12
 
 
-def test_messages_share_a_hosts_network():
-    # Stage 0 is host 0: 4 tensor ranks send at once, each as much as a host's only rank would.
-    four = trial(devices=8, tp=4, pp=2, layers=2)
-    one = trial(devices=8, devices_per_host=4, tp=1, dp=4, pp=2, layers=2, global_batch=256)
-    alone = trial(devices=2, devices_per_host=1, pp=2, layers=2)
-    hops = []
-    for row in (four, one, alone):
-        (runs,) = pipeline_batches([row]).values()
-        hops.append(runs.hop[0, 0])
-    assert hops == [12.5e9 / 4, 12.5e9 / 4, 12.5e9]
+def test_this_trainers_runs_gather_their_weights_and_hide_their_gradients():
+    """Each of two ranks gathers half of the bfloat16 weights, and sends half of the float32 gradients, some under B."""
+    row = trial(devices=2, devices_per_host=1, pp=1, dp=2, global_batch=4)
+    gather, reduce = (16 * LAYER + TABLE) / RATE, 2 * (16 * LAYER + TABLE) / RATE
+    last = 2 * (LAYER + TABLE) / RATE  # what nothing is left to hide
+    assert gather + last < changed(row, 2, "rows", data_ratio=1) < gather + reduce
 
 
 def test_tensor_groups_are_where_the_run_says():
     mesh = {"devices": 8, "tp": 2, "dp": 2, "pp": 2, "devices_per_host": 4}
-    (default,) = pipeline_batches([trial(**mesh)]).values()
-    (same,) = pipeline_batches([trial(**mesh, placement="0;0;1;1")]).values()
-    for name in ("hop", "hop_inter", "ring_intra", "ring_inter", "embedding", "tensor"):
-        np.testing.assert_array_equal(getattr(default, name), getattr(same, name))
-    assert default.hop_inter.all() and np.isinf(default.ring_inter).all()
-    (turned,) = pipeline_batches([trial(**mesh, placement="0;1;0;1")]).values()
-    assert not turned.hop_inter.any() and np.isfinite(turned.ring_inter).all()
-    (kinds,) = pipeline_batches([trial(**mesh, placement="1;0;1;0", device_kinds="A100;T4")]).values()
-    # Of the kinds by name, the first data rank has the second host's.
-    assert sorted(kinds.slot.tolist()) == [[0, 0], [1, 1]]
+    far = dataclasses.replace(trial_steps.cluster_of(trial(**mesh)), alpha=1.0 - np.eye(2))
+    for placement, expected in (("", [True, False]), ("0;0;1;1", [True, False]), ("0;1;0;1", [False, True])):
+        run = TrialSteps([trial(**mesh, placement=placement)]).runs[0]
+        found = paths(fabric(far), run.hosts[None], 2)
+        assert [bool(found.forward[0][0, 0, 0]), bool(found.ring[0][0, 0])] == expected
 
 
-def test_rings_run_over_their_hosts():
-    def rates(**changes):
-        (runs,) = pipeline_batches([trial(**changes)]).values()
-        return runs.ring_intra[0], runs.ring_inter[0]
-
-    intra, inter = rates(tp=4, dp=4, pp=1)  # 4 rings over 4 hosts, one device of each
-    assert np.isinf(intra) and inter == pytest.approx(12.5e9 / 4)
-    intra, inter = rates(tp=1, dp=16, pp=1)  # one ring, once in and out of each host
-    assert intra == 300e9 and inter == pytest.approx(12.5e9)
-    intra, inter = rates(tp=1, dp=4, pp=4)
-    assert np.all(intra == 300e9) and np.all(np.isinf(inter))
-    intra, inter = rates(tp=1, dp=8, pp=2, host_gbit="100;100;10;100")  # the slow host is the second stage's
-    np.testing.assert_allclose(inter, [12.5e9, 1.25e9])
-    ours, none = seconds([trial(tp=1, dp=8, pp=2), trial(tp=1, dp=8, pp=2, host_gbit="100;100;10;100")])
-    assert none > ours
-
-
-def test_the_slowest_pipeline_and_device_count():
-    kinds = "A100;A100;T4;A100"
-    mixed = seconds([trial(tp=4, dp=4, pp=1, device_kinds=kinds), trial(tp=2, dp=2, pp=4, device_kinds=kinds)])
-    slow = seconds([trial(tp=4, dp=4, pp=1, device_kinds="T4"), trial(tp=2, dp=2, pp=4, device_kinds="T4")])
-    fast = seconds([trial(tp=4, dp=4, pp=1), trial(tp=2, dp=2, pp=4)])
-    assert mixed[0] == pytest.approx(slow[0], rel=1e-12)
-    assert fast[1] < mixed[1] < slow[1]
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp": 8, "pp": 2, "devices_per_host": 3}, "tp=8 must divide devices_per_host=3 or be a multiple of it"),
+        ({"heads": 15}, "is not divisible by model.heads=15"),
+    ],
+)
+def test_runs_that_no_model_or_host_fits(changes, message):
+    with pytest.raises(UserError, match=message):
+        trial(**changes)
 
 
 # --- The fit ----------------------------------------------------------------------------------------------------------
 
 
 def _grid(cluster="lab", kinds="A100", **changes):
-    """Return all layouts of two model sizes on 16 devices."""
+    """Return some layouts of two model sizes on 16 devices."""
     rows = []
-    for hidden, tp, pp, micro in itertools.product((1024, 2048), (1, 2, 4), (1, 2, 4), (1, 2, 4)):
-        rows.append(
-            trial(
-                cluster=cluster,
-                device_kinds=kinds,
-                hidden=hidden,
-                tp=tp,
-                pp=pp,
-                dp=16 // (tp * pp),
-                micro_batch=micro,
-                **changes,
-            )
-        )
+    for hidden, tp, pp, micro in itertools.product((1024, 2048), (1, 2), (1, 4), (1, 2, 4)):
+        mesh = {"tp": tp, "pp": pp, "dp": 16 // (tp * pp), "micro_batch": micro}
+        rows.append(trial(cluster=cluster, device_kinds=kinds, hidden=hidden, **mesh, **changes))
     return rows
 
 
@@ -222,17 +221,13 @@ def _measured(rows, noise, seed, factor_spread=0.0, **changes):
     constants = np.clip(constants, [c.low for c in CONSTANTS], [c.high for c in CONSTANTS])
     for name, value in changes.items():
         constants[NAMES.index(name)] = value
-    model = TrialModel(rows)
+    model = TrialSteps(rows)
     cells = sorted({calibrate.cells(row)[0] for row in rows})
     drawn = dict(zip(cells, np.exp(factor_spread * random.normal(size=len(cells)))))
     factor = np.array([[[drawn[calibrate.cells(row)[0]]] * model.slots for row in rows]])
     exact = model.seconds(np.broadcast_to(constants, (1, len(rows), len(NAMES))), np.ones_like(factor), factor)[0]
     measured = exact * np.exp(noise * random.normal(size=len(rows)))
-    return (
-        [dataclasses.replace(row, seconds=float(s)) for row, s in zip(rows, measured)],
-        dict(zip(NAMES, constants)),
-        drawn,
-    )
+    return [dataclasses.replace(row, seconds=float(s)) for row, s in zip(rows, measured)], drawn
 
 
 def _error(calibration, rows):
@@ -245,95 +240,74 @@ def _halves(rows, count, seed=0):
     return [rows[i] for i in order[:count]], [rows[i] for i in order[count:]]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_predicts_a_cluster_of_its_own_kind(seed):
-    rows, _, _ = _measured(_grid(), 0.01, seed)
-    fitted, held = _halves(rows, 27, seed)
-    calibration = calibrate.fit(fitted)
-    assert _error(calibration, held) < 0.03
+def test_predicts_a_cluster_of_its_own_kind_and_an_outlier_changes_little():
+    rows, _ = _measured(_grid(), 0.01, 2)
+    fitted, held = _halves(rows, 19, 2)
+    error = _error(calibrate.fit(fitted), held)
+    assert error < 0.03
     # Control: typical constants predict this cluster far less well.
     assert np.mean(np.abs(seconds(held) / [row.seconds for row in held] - 1)) > 0.06
-
-
-def test_finds_the_constant_that_decides():
-    rows, truth, _ = _measured(_grid(seq=4096), 0.0, 0, compute_efficiency=0.25, score_passes=0.1)
-    found = calibrate.fit(rows).clusters["lab"][NAMES.index("compute_efficiency")]
-    assert found == pytest.approx(truth["compute_efficiency"], rel=0.15)
+    spoiled = [dataclasses.replace(fitted[0], seconds=8 * fitted[0].seconds), *fitted[1:]]
+    assert _error(calibrate.fit(spoiled), held) < error + 0.03
 
 
 def test_layer_cost_factors_are_found_bounded_and_one_without_data():
-    rows, _, drawn = _measured(_grid(), 0.002, 1, factor_spread=0.15)
-    calibration = calibrate.fit([row for row in rows if row.cell != (1024, 2, 2)])
-    assert ("A100", 1024, 2, 2) not in calibration.factors and len(calibration.factors) == len(drawn) - 1
-    found = np.log([[calibration.factors[cell], drawn[cell]] for cell in calibration.factors])
-    assert np.corrcoef(found.T)[0, 1] > 0.75 and np.std(found[:, 0] - found[:, 1]) < 0.1
-    wild = [dataclasses.replace(r, seconds=r.seconds * (10 if r.cell == (2048, 2, 2) else 1.0)) for r in rows]
-    factors = calibrate.fit(wild).factors.values()
-    assert calibrate.FACTOR_RANGE[0] <= min(factors) and max(factors) <= calibrate.FACTOR_RANGE[1]
+    rows, drawn = _measured(_grid(), 0.002, 1, factor_spread=0.15)
+    wild, missing = (2048, 2, 2), (1024, 2, 2)
+    rows = [
+        dataclasses.replace(r, seconds=r.seconds * (10 if r.cell == wild else 1)) for r in rows if r.cell != missing
+    ]
+    factors = calibrate.fit(rows).factors
+    assert ("A100", *reversed_cell(missing)) not in factors and len(factors) == len(drawn) - 1
+    assert factors.pop(("A100", *reversed_cell(wild))) == pytest.approx(calibrate.FACTOR_RANGE[1], rel=1e-3)
+    found = np.log([[factors[cell], drawn[cell]] for cell in factors])
+    assert np.corrcoef(found.T)[0, 1] > 0.75 and np.std(found[:, 0] - found[:, 1]) < 0.12
 
 
-def test_factors_shrink_to_one_where_the_model_says_it_all():
-    rows, _, _ = _measured(_grid(), 0.02, 1)
-    assert np.std(np.log(list(calibrate.fit(rows).factors.values()))) < 0.03
+def reversed_cell(cell):
+    """Return (hidden, micro-batch, tensor) as (hidden, tensor, micro-batch), the order of factors."""
+    return cell[0], cell[2], cell[1]
 
 
-def test_an_outlier_changes_little():
-    rows, _, _ = _measured(_grid(), 0.01, 2)
-    fitted, held = _halves(rows, 30)
-    spoiled = [dataclasses.replace(fitted[0], seconds=8 * fitted[0].seconds), *fitted[1:]]
-    assert _error(calibrate.fit(spoiled), held) < _error(calibrate.fit(fitted), held) + 0.03
-
-
-def test_a_cluster_without_rows_gets_what_others_say():
-    truth = {"micro_batch_seconds": 4e-3, "compute_efficiency": 0.2}
-    one, _, _ = _measured(_grid("one"), 0.005, 3, **truth)
-    two, _, _ = _measured(_grid("two"), 0.005, 3, **truth)
-    calibration = calibrate.fit(one, two)
-    assert calibration.fitted == {"one": len(one), "two": 0}
-    alone = np.mean(np.abs(seconds(two) / [row.seconds for row in two] - 1))
-    assert _error(calibration, two) < 0.5 * alone
-    np.testing.assert_allclose(calibration.clusters["two"], calibration.shared, rtol=0.02)
-    later = [dataclasses.replace(row, cluster="three") for row in two[:5]]  # an unknown cluster
+def test_clusters_keep_constants_of_their_own_and_one_without_rows_gets_what_others_say():
+    fast, _ = _measured(_grid("fast"), 0.005, 4, matmul=1.1)
+    slow, _ = _measured(_grid("slow"), 0.005, 4, matmul=0.3)
+    calibration = calibrate.fit(fast + slow, _grid("none"))
+    at = NAMES.index("matmul")
+    assert calibration.clusters["fast"][at] > 2 * calibration.clusters["slow"][at]
+    assert _error(calibration, fast + slow) < 0.02
+    assert calibration.fitted == {"fast": len(fast), "slow": len(slow), "none": 0}
+    np.testing.assert_allclose(calibration.clusters["none"], calibration.shared, rtol=0.02)
+    later = [dataclasses.replace(row, cluster="unknown") for row in slow[:5]]
     assert np.all(np.isfinite(calibration.predict(later)))
 
 
-def test_clusters_keep_constants_of_their_own():
-    fast, _, _ = _measured(_grid("fast"), 0.005, 4, compute_efficiency=0.7)
-    slow, _, _ = _measured(_grid("slow"), 0.005, 4, compute_efficiency=0.15)
-    calibration = calibrate.fit(fast + slow)
-    at = NAMES.index("compute_efficiency")
-    assert calibration.clusters["fast"][at] > 2 * calibration.clusters["slow"][at]
-    assert _error(calibration, fast + slow) < 0.02
-
-
 def test_hosts_of_different_kinds():
-    rows, _, _ = _measured(_grid(kinds="T4;A100;A100;T4"), 0.0, 5)
-    kinds = [kind for kind, *_ in calibrate.cells(rows[0])]
-    assert kinds == ["A100", "T4"]
-    fitted, held = _halves(rows, 30)
+    rows, _ = _measured(_grid(kinds="T4;A100;A100;T4"), 0.0, 5)
+    assert [kind for kind, *_ in calibrate.cells(rows[0])] == ["A100", "T4"]
+    fitted, held = _halves(rows, 16)
     calibration = calibrate.fit(fitted)
     assert set(calibration.speeds) == {"A100", "T4"} and _error(calibration, held) < 0.03
 
 
-@pytest.mark.parametrize("scale", [0.1, 1, 300])
-def test_devices_and_links_that_no_datasheet_knows(scale):
-    """The cluster is ten times faster, or hundreds of times slower, than the stand-in for unknown devices."""
-    rows, _, _ = _measured(_grid(kinds="", host_gbit="", intra_gbit=""), 0.01, 6)
-    rows = [dataclasses.replace(row, seconds=row.seconds * scale) for row in rows]
-    fitted, held = _halves(rows, 30)
+def test_devices_and_links_that_no_datasheet_knows():
+    """The cluster is 300 times slower than the stand-in for unknown devices."""
+    rows, _ = _measured(_grid(kinds="", host_gbit="", intra_gbit=""), 0.01, 6)
+    rows = [dataclasses.replace(row, seconds=row.seconds * 300) for row in rows]
+    fitted, held = _halves(rows, 20)
     assert _error(calibrate.fit(fitted), held) < 0.06
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 4])
 def test_few_rows_move_the_whole_scale(count):
-    rows, _, _ = _measured(_grid(), 0.0, 7, compute_efficiency=0.1)
+    rows, _ = _measured(_grid(), 0.0, 7, matmul=0.2)
     fitted, held = _halves(rows, count)
     errors = _error(calibrate.fit(fitted), held)
     assert errors < 0.35 and errors < 0.6 * np.mean(np.abs(seconds(held) / [row.seconds for row in held] - 1))
 
 
 def test_description_names_units_ranges_and_ends():
-    rows, _, _ = _measured(_grid(), 0.0, 8)
+    rows, _ = _measured(_grid(), 0.0, 8)
     rows = [dataclasses.replace(row, seconds=row.seconds / 40) for row in rows]  # faster than the datasheet allows
     description = calibrate.fit(rows).describe()
     lab = description["clusters"]["lab"]
@@ -341,7 +315,7 @@ def test_description_names_units_ranges_and_ends():
     for entry in lab["constants"].values():
         assert 0 < entry["low"] <= entry["value"] * (1 + 1e-9) and entry["value"] <= entry["high"] * (1 + 1e-9)
         assert entry["unit"] and entry["meaning"]
-    assert lab["constants"]["compute_efficiency"]["at_bound"] == "high"
+    assert lab["constants"]["matmul"]["at_bound"] == "high"
     assert {tuple(e[k] for k in ("hidden", "tp", "micro_batch")) for e in description["layer_cost_factors"]} == {
         (row.hidden, row.tp, row.micro_batch) for row in rows
     }

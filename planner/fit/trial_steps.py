@@ -1,0 +1,273 @@
+"""The steps of measured runs by the model that plans, planner.cost, for many settings of its constants at once.
+
+A run becomes a model, a candidate, a cluster and a placement. Ranks count tensor fastest, then data, then pipe, and
+fill host after host unless the run says where they are. A tensor group waits for its slowest device. Hosts that a
+tensor group spans are taken together.
+
+Runs of other systems, such as Megatron-LM, differ from this trainer's: ops begin as soon as their messages are there
+(planner.pipeline.ideal), gradients are reduced in the dtype of the weights once a stage has done its last op, weights
+are not sharded, the tied embedding's gradients are exchanged whole, and attention keeps its scores in memory.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paxtrain.devices.datasheets import UNKNOWN, UNKNOWN_HOST, datasheet
+from planner.cluster.cluster import Cluster, merged
+from planner.cluster.device_sheets import SHEETS, DeviceSheet
+from planner.cost import closed_forms, compute
+from planner.cost.candidate import Candidate
+from planner.cost.compute import LayerCosts
+from planner.cost.link_seconds import Paths, fabric, paths
+from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem, Replay, steps
+from planner.fit.constants import NAMES
+from planner.fit.recalibrate import LINKS, fitted_links, fitted_shares
+from planner.fit.trials import Trial
+from planner.pipeline import ideal, simulator
+from planner.pipeline.rows import Table
+
+Array = np.ndarray
+EXECUTORS = {"ideal": "simulate", "paxtrain": "rows"}  # the method that simulates each
+
+
+def _closed_form(table: Table, seconds: simulator.Seconds, form: str) -> Array:
+    """Return what `simulator.pipeline` does by a closed form of 1f1b, which stands for any schedule."""
+
+    def of_stages(x: Array | float) -> Array:
+        return np.broadcast_to(x, seconds.forward.shape).reshape(-1, table.chunks, table.stages).sum(axis=1)
+
+    forward, backward = of_stages(seconds.forward), of_stages(seconds.backward) + of_stages(seconds.weights)
+    forward[:, -1] += seconds.head
+    hops = np.asarray(seconds.activation)[:, :-1] + np.asarray(seconds.gradient)[:, 1:]
+    m = table.micro_batches - table.first
+    if form == "pipette":
+        total = closed_forms.pipette(forward, backward, hops, 0.0, m, table.stages)
+    else:
+        total = closed_forms.amp(forward, backward, hops, 0.0, m)
+    return np.repeat(total[:, None], table.stages, axis=1)
+
+
+REPLAYS: Mapping[str, Replay] = {
+    "simulate": ideal.pipeline,
+    "rows": simulator.pipeline,
+    "pipette": lambda table, seconds, overlap: _closed_form(table, seconds, "pipette"),
+    "amp": lambda table, seconds, overlap: _closed_form(table, seconds, "amp"),
+}
+METHODS = tuple(REPLAYS)
+
+
+def kinds(trial: Trial) -> list[str]:
+    """Return the device kinds of a run, each once."""
+    return sorted(set(trial.device_kinds))
+
+
+def candidate(trial: Trial, own: bool) -> Candidate:
+    """Return the plan that a run followed.
+
+    Args:
+        trial: the run.
+        own: whether this trainer ran it.
+    """
+    v, dtype = trial.virtual_stages, trial.model.dtype
+    return Candidate(
+        data=trial.dp,
+        pipe=trial.pp,
+        tensor=trial.tp,
+        micro_batch=trial.micro_batch,
+        micro_batches=trial.micro_batches,
+        schedule=trial.schedule,
+        counts=tuple((n + chunk) // v for chunk in reversed(range(v)) for n in trial.stage_layers),
+        chunks=v,
+        save="layer_inputs" if trial.recompute else "residuals",
+        zero1=own,
+        reduce_dtype="float32" if own else dtype,
+        ranks=trial.data_micro_batches,
+    )
+
+
+def _sheet(kind: str) -> DeviceSheet:
+    """Return the planner's data sheet of a device that has its rates, or one made of these rates alone."""
+    rates = datasheet(kind) or UNKNOWN
+    alike = (x for x in SHEETS.values() if (x.peak_flops, x.bandwidth) == (rates.half, rates.memory_bandwidth))
+    sheet = next(alike, DeviceSheet(rates.half, rates.single, rates.memory_bandwidth, memory=0.0))
+    return dataclasses.replace(sheet, single_flops=rates.single)
+
+
+def cluster_of(trial: Trial) -> Cluster:
+    """Return the hosts of a run with their nominal rates and no latency; those of a tensor group have its slowest kind.
+
+    Messages of a host share its network.
+    """
+    sheets = {kind: _sheet(kind) for kind in kinds(trial)}
+    together = max(trial.tp // trial.devices_per_host, 1)
+    names, hosts = trial.device_kinds, range(trial.hosts)
+    blocks = [names[i - i % together : i - i % together + together] for i in hosts]
+    net = np.array(trial.host_bytes or (UNKNOWN_HOST,) * trial.hosts)
+    intra = np.array(trial.intra_bytes or [(datasheet(kind) or UNKNOWN).intra for kind in names])
+    return Cluster(
+        name=trial.cluster,
+        source="measured runs",
+        hosts=tuple(f"h{i}" for i in hosts),
+        devices_per_host=trial.devices_per_host,
+        kinds=tuple(min(block, key=lambda kind: sheets[kind].peak_flops) for block in blocks),
+        memory=np.zeros(trial.hosts),
+        nics=1,
+        alpha=np.zeros((trial.hosts, trial.hosts)),
+        samples=np.where(np.eye(trial.hosts, dtype=bool), intra, np.minimum(net[:, None], net))[None],
+        sheets=sheets,
+    )
+
+
+class _Run:
+    """One run, with everything that does not depend on the constants.
+
+    Attributes:
+        trial: the run.
+        candidate: the plan that it followed.
+        cluster: its hosts.
+        together: hosts that a tensor group spans.
+        hosts: int [D, P], host of each tensor group, or which of the hosts that are taken together.
+        kinds: device kinds, sorted as a problem sorts them.
+        slots: index of each of these among all kinds of the run.
+    """
+
+    def __init__(self, trial: Trial, own: bool) -> None:
+        self.trial, self.candidate = trial, candidate(trial, own)
+        self.cluster = cluster_of(trial)
+        self.together = max(trial.tp // trial.devices_per_host, 1)
+        groups = trial.placement or np.arange(trial.dp * trial.pp) * trial.tp // (
+            trial.devices_per_host * self.together
+        )
+        self.hosts = np.reshape(groups, (trial.pp, trial.dp)).T
+        self.kinds = sorted(set(self.cluster.kinds))
+        self.slots = [kinds(trial).index(kind) for kind in self.kinds]
+        # Runs with equal keys have the same links, the same paths, and the same costs.
+        where = (trial.devices_per_host, trial.device_kinds, trial.host_bytes, trial.intra_bytes, self.together)
+        self.keys = (
+            ("links", *where),
+            ("paths", *where, trial.tp, trial.dp, trial.pp, trial.placement),
+            ("costs", *where, trial.model, trial.tp, trial.micro_batch, self.candidate.save),
+        )
+
+
+class TrialSteps:
+    """Steps of a list of measured runs, for many settings of the constants at once."""
+
+    def __init__(self, trials: Sequence[Trial], method: str = "simulate") -> None:
+        """Prepare everything that does not depend on the constants.
+
+        Args:
+            trials: the runs.
+            method: one of METHODS: "simulate" with ops that begin as soon as their messages are there, "rows" in this
+                trainer's rows, or the closed form "pipette" or "amp".
+        """
+        self.own, self.replay = method == EXECUTORS["paxtrain"], REPLAYS[method]
+        self.slots = max(len(kinds(trial)) for trial in trials)
+        self.runs = [_Run(trial, self.own) for trial in trials]
+
+    def seconds(self, constants: Array, speed: Array, factor: Array) -> Array:
+        """Return the predicted seconds of a step [B, trials].
+
+        Args:
+            constants: [B, trials, constants] in the order of CONSTANTS.
+            speed: [B, trials, slots] speed of each device kind of a trial over its datasheet's.
+            factor: [B, trials, slots] factor on a layer's cost on each device kind of a trial.
+        """
+        known: dict[tuple, Any] = {}
+        problems, placements = [], []
+        for n, run in enumerate(self.runs):
+            settings = _Settings(constants[:, n], speed[:, n], known)
+            layer = settings.layer(run, stored_scores=not self.own)
+            layer = [_scaled(one, x) for one, x in zip(layer, factor[:, n][:, run.slots].ravel().tolist())]
+            problem = Problem(settings.cluster(run, 0), run.trial.model, run.candidate, layer=layer)
+            if not self.own:
+                problem.hides = np.zeros_like(problem.hides)
+            problems.append(problem)
+            placed = problem.kind_of_host[run.hosts] + len(run.kinds) * np.arange(len(constants))[:, None, None]
+            placements.append((settings.paths(run, self.own), placed))
+        found = steps(problems, placements, self.replay)
+        return np.array([step.total for step in found]).T + constants[..., NAMES.index("host_seconds")]
+
+
+class _Settings:
+    """Settings of one run's constants, by each of which a batch has one row; what other runs share is known."""
+
+    def __init__(self, constants: Array, speed: Array, known: dict[tuple, Any]) -> None:
+        self.known, self.key, self.speed = known, constants.tobytes(), speed
+        self.values: list[dict[str, float]] = self._once(
+            ("values", self.key), lambda: [dict(zip(NAMES, row)) for row in constants.tolist()]
+        )
+
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+    def cluster(self, run: _Run, setting: int) -> Cluster:
+        """Return the hosts of a run with the links of one setting."""
+        values = self.values[setting]
+
+        def make() -> Cluster:
+            found = fitted_links(run.cluster, values)
+            return merged(found, run.together) if run.together > 1 else found
+
+        return self._once((run.keys[0], *(values[name] for name in LINKS)), make)
+
+    def layer(self, run: _Run, stored_scores: bool) -> list[LayerCosts]:
+        """Return a layer's costs on each device kind of a run, in each setting in turn."""
+
+        def of(setting: int, kind: str, speed: float) -> LayerCosts:
+            cluster, t = self.cluster(run, setting), run.trial
+            inside = self._once(("inside", id(cluster), kind), lambda: compute.inside(cluster, kind))
+            shares = fitted_shares(self.values[setting], speed, stored_scores)
+            how = (t.model, cluster.sheets[kind], t.tp, t.micro_batch, run.candidate.save, inside, shares)
+            return self._once(how, lambda: compute.sheet(*how))
+
+        def make() -> list[LayerCosts]:
+            each = enumerate(self.speed[:, run.slots].tolist())
+            return [of(i, kind, speed) for i, speeds in each for kind, speed in zip(run.kinds, speeds)]
+
+        return self._once((run.keys[2], self.key, self.speed.tobytes()), make)
+
+    def paths(self, run: _Run, own: bool) -> Paths:
+        """Return the paths of a run in each setting, whose bytes count as often as the ratios say."""
+
+        def of(setting: int) -> tuple[tuple, Paths]:
+            cluster, t = self.cluster(run, setting), run.trial
+            key = run.keys[1], id(cluster)
+            return key, self._once(key, lambda: paths(fabric(cluster), run.hosts[None], t.tp))
+
+        def make() -> Paths:
+            each = [of(setting) for setting in range(len(self.values))]
+            place = {key: n for n, key in enumerate(dict.fromkeys(key for key, _ in each))}
+            found = functools.reduce(Paths.join, dict(each).values())
+            found = found.take(np.array([place[key] for key, _ in each]))
+            # Other systems exchange the whole table, not a data rank's float32 part.
+            whole = 1.0 if own else run.trial.dp * run.trial.element_bytes / MASTER
+
+            def scaled(path: tuple[Array, Array], name: str, times: float = 1.0) -> tuple[Array, Array]:
+                ratio = times * np.array([one[name] for one in self.values])
+                return path[0], path[1] * ratio.reshape(-1, *[1] * (path[1].ndim - 1))
+
+            return Paths(
+                forward=scaled(found.forward, "hop_ratio"),
+                backward=scaled(found.backward, "hop_ratio"),
+                ring=scaled(found.ring, "data_ratio"),
+                scatter=scaled(found.scatter, "data_ratio"),
+                swap=scaled(found.swap, "tied_ratio", whole),
+            )
+
+        return self._once((run.keys[1], self.key, run.trial.element_bytes), make)
+
+
+def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
+    """Return costs with a factor on those of a layer."""
+    if factor == 1.0:
+        return costs
+    names = ("forward", "backward", "backward_input", "backward_weights")
+    return dataclasses.replace(costs, **{name: factor * getattr(costs, name) for name in names})
