@@ -388,12 +388,9 @@ class Paths:
 
     def join(self, more: "Paths") -> "Paths":
         """Return the paths of these placements and of others as one batch."""
-        pairs = {
-            field.name: (getattr(self, field.name), getattr(more, field.name)) for field in dataclasses.fields(self)
-        }
-        joined: dict[str, Any] = {
-            name: tuple(np.concatenate(both) for both in zip(a, b)) for name, (a, b) in pairs.items()
-        }
+        names = (field.name for field in dataclasses.fields(self))
+        parts = {name: zip(getattr(self, name), getattr(more, name)) for name in names}
+        joined: dict[str, Any] = {name: tuple(map(np.concatenate, both)) for name, both in parts.items()}
         return Paths(**joined)
 
 
