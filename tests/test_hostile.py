@@ -1,6 +1,7 @@
 """Absurd, damaged and misleading input to every main: one sentence and exit code 2, or the work begins."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,56 +10,79 @@ import pytest
 from tests.sources import ROOT
 
 
-def bad(tmp_path, first, cases):
-    """Return what a range of cases says of the bad ones, and how many were good."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.hostile", f"--folder={tmp_path}"]
-    command += [f"--first={first}", f"--cases={cases}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, errors="replace")
-    assert done.returncode == 0, done.stderr[-3000:]
-    *said, counts = done.stdout.splitlines()
-    return "\n".join(said), json.loads(counts)
+@pytest.mark.parametrize("profile", ["gate", pytest.param("nightly", marks=pytest.mark.slow)])
+def test_hostile_cases(tmp_path, profile):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.hostile", f"--folder={tmp_path}", f"--profile={profile}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600, errors="replace")
+    assert done.returncode == 0, done.stderr[-10_000:]
 
 
-def test_the_first_of_the_hostile_cases(tmp_path):
-    said, counts = bad(tmp_path, 0, 100)
-    assert counts == {"good": 100}, said
-
-
-@pytest.mark.slow
-def test_all_hostile_cases(tmp_path):
-    said, counts = bad(tmp_path, 0, 5000)
-    assert counts == {"good": 5000}, said
-
-
-def test_a_main_that_lets_things_pass_is_found(tmp_path):
-    """The control: the case's judge, on ends that must not be."""
-    program = """
+# What a main does with a number above a flag's bound, by the name of the fault.
+FAULTS = {
+    "": "refuse('error: a sentence')",
+    "traceback": "1 / 0",
+    "hang": "while True: pass",
+    "signal 9": "os.kill(os.getpid(), 9)",
+    "exit code 5": "sys.exit(5)",
+    "no sentence": r"refuse('two\nlines')",
+    "control characters": r"refuse('error: a\x1b[31m')",
+    "a sentence of a page": "refuse('error: ' + 'x' * 4000)",
+    "accepted nonsense": "",
+    "memory": "held = b'x' * (1 << 28); refuse('error: a')",
+    "touched files": "open('trials.csv', 'w').close(); refuse('error: a')",
+    "compiled": "jax.jit(jax.numpy.sin)(1.0); refuse('error: a')",
+}
+FAULTY = """
+import os, sys
+import jax
+from absl import flags
+def refuse(text):
+    print(text, file=sys.stderr)
+    sys.exit(2)
+def define_flags():
+    for name in ("workers", "name"):
+        flags.DEFINE_string(name, "1", "")
+def main(_):
+    given = flags.FLAGS.workers
+    if given.isascii() and given.isdecimal() and int(given[:99]) > 1 << 31:
+        exec(os.environ["FAULT"])
+    elif not given.isdecimal() or not given.isascii():
+        refuse("error: a sentence")
+"""
+CONTROL = """
 import json, os, pathlib, sys
 from tests.hostile import __main__ as hostile
-from tests.hostile.cases import Case
-from tests.hostile.commands import MAINS
-out = pathlib.Path(sys.argv[1])
-made = Case(MAINS[0], [], {}, "")
-def judge(status, said, taken=0, touched=(), nonsense="", compiled=False):
-    (out / "stderr").write_text(said)
-    (out / "compiled").touch() if compiled else (out / "compiled").unlink(missing_ok=True)
-    made.nonsense = nonsense
-    return hostile.problem(made, status, taken, out, touched)
-exited = lambda code: code << 8
-print(json.dumps([
-    judge(exited(2), "error: a sentence\\n"), judge(exited(hostile.ACCEPTED), ""),
-    judge(exited(1), "Traceback (most recent call last)"), judge(14, ""), judge(9, ""), judge(exited(5), ""),
-    judge(exited(2), "two\\nlines\\n"), judge(exited(2), "error: a\\x1b[31m\\n"),
-    judge(exited(hostile.ACCEPTED), "", nonsense="x=nan"), judge(exited(2), "error: a\\n", taken=2 << 30),
-    judge(exited(2), "error: a\\n", touched=["x"]), judge(exited(2), "error: " + "x" * 4000),
-    judge(exited(2), "error: a\\n", compiled=True), judge(exited(0), "", compiled=True),
-]))
+from tests.hostile.cases import Case, Change
+from tests.hostile.commands import Main
+home = pathlib.Path(sys.argv[1], "home")
+home.mkdir()
+hostile.BYTES = 1 << 27
+faulty = Main("faulty", {"workers": "1"}, integers="workers", texts="name")
+found = {}
+for name, os.environ["FAULT"] in json.loads(sys.argv[2]).items():
+    hostile.SECONDS = 0.5 if name == "hang" else 5
+    found[name] = hostile.run(Case(faulty, (Change("workers", str(1 << 40), "workers"),)), home)[0]
+os.environ["FAULT"] = "refuse('error: a')"
+found["refused as it is"] = hostile.run(Case(Main("faulty", {"workers": str(1 << 40)})), home)[0]
+os.environ["FAULT"] = "1 / 0"
+try:
+    hostile.hunt((faulty,), home, "gate")
+except AssertionError as error:
+    print(json.dumps([found, type(error).__name__, *error.__notes__]))
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert json.loads(done.stdout or "[]") == [
-        *("", "", "traceback", "hang", "signal 9", "exit code 5", "no sentence", "control characters"),
-        *("accepted nonsense", "memory", "touched files", "a sentence of a page", "compiled", ""),
-    ], done.stderr
+
+
+def test_faults_are_found(tmp_path):
+    """The control: each fault of a main is told, and generated cases find one and reduce it to what shows it."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    command = [sys.executable, "-W", "ignore", "-c", CONTROL, str(tmp_path), json.dumps(FAULTS)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found, kind, example = json.loads(done.stdout)
+    assert found == {name: name for name in (*FAULTS, "refused as it is")}
+    assert kind == "traceback"
+    assert "made=faulty with workers='4294967296'," in example
 
 
 @pytest.mark.parametrize(

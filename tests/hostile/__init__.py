@@ -1,1 +1,1 @@
-"""Hostile input to the mains, as numbered cases; `python -m tests.hostile` runs them."""
+"""Hostile input to the mains, which Hypothesis generates and shrinks; `python -m tests.hostile` runs it."""

@@ -1,4 +1,4 @@
-"""Hostile input to the mains: python -m tests.hostile --folder=/tmp/hostile [--cases=500] [--first=0] [--only=NUMBER].
+"""Hostile input to the mains: python -m tests.hostile --folder=/tmp/hostile [--profile=nightly].
 
 Each case is a command line that works, with one or two values replaced by absurd, damaged or misleading ones: in flags,
 in overrides, or inside a file that the command reads. A case is good if the main ends with exit code 2 and one sentence
@@ -8,16 +8,15 @@ processor and one gigabyte, and with all files as they were. Values that can mea
 No case that is refused may have compiled anything or changed a file. Before the cases, each command line is tried as
 it is, since one that is refused for another reason would hide everything behind it.
 
-Cases are numbered, and a number always makes the same case. The last line of output is JSON: the bad ones, by kind.
+Hypothesis makes the same cases each time, reduces one that fails to as few changes as it can, and prints it. The files
+of the last one stay in the folder.
 """
 
 import argparse
-import collections
+import functools
 import gc
 import hashlib
 import importlib
-import itertools
-import json
 import os
 import pathlib
 import resource
@@ -30,12 +29,24 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from hypothesis import HealthCheck, Phase, given, settings
 
 from paxtrain import command_line
 from tests import mains
-from tests.hostile.cases import Case, case, unchanged
-from tests.hostile.commands import MAINS
+from tests.hostile.cases import Case, cases
+from tests.hostile.commands import MAINS, Main
 from tests.hostile.home import prepare
+
+settings.register_profile(
+    "gate",
+    max_examples=100,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
+settings.register_profile("nightly", settings.get_profile("gate"), max_examples=5000)
 
 SECONDS, BYTES = 5.0, 1 << 30
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event
@@ -72,6 +83,11 @@ def watch_compiler(mark: pathlib.Path) -> None:
     jax.monitoring.register_event_duration_secs_listener(listen)
 
 
+def _memory() -> list[int]:
+    """Return this process's bytes of address space and of memory."""
+    return [int(pages) * resource.getpagesize() for pages in pathlib.Path("/proc/self/statm").read_text().split()[:2]]
+
+
 def _child(made: Case, arguments: list[str], out: pathlib.Path) -> int:
     """Run a case in this process, which is a fork, and return its exit code."""
     os.chdir(out)
@@ -80,8 +96,7 @@ def _child(made: Case, arguments: list[str], out: pathlib.Path) -> int:
         file = os.open(out / name, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", errors="backslashreplace"), os.fdopen(2, "w", errors="backslashreplace")
-    size = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + (12 << 30),) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (_memory()[0] + (12 << 30),) * 2)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor, since the machine may have other work
     signal.setitimer(signal.ITIMER_REAL, 12 * SECONDS)
     sys.argv = [made.main.module, *arguments]
@@ -144,8 +159,11 @@ def problem(made: Case, status: int, taken: int, out: pathlib.Path, touched: Col
     return "touched files" if touched else ""
 
 
-def run(made: Case, home: pathlib.Path) -> tuple[str, list[str], str]:
-    """Run a case, and return its problem, its command line and the end of what it said."""
+def run(made: Case, home: pathlib.Path) -> tuple[str, str]:
+    """Run a case and return what is wrong with it, or "", and its command line with the end of what it said.
+
+    What it has read and written stays in the folder beside the home until the next case.
+    """
     here, out = home, pathlib.Path(f"{home}.case")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -154,11 +172,11 @@ def run(made: Case, home: pathlib.Path) -> tuple[str, list[str], str]:
         shutil.copytree(home, here)
         for name, content in made.files.items():
             (here / name).write_bytes(content)
-    arguments = [a.replace("{home}", str(here)).replace("{out}", str(out)) for a in made.arguments]
+    arguments = made.arguments(here, out)
     for name in OUTPUTS:  # of an earlier run, which must not be lost
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("of an earlier run")
-    before = _files(home, out)
+    before, own = _files(home, out), _memory()[1]
     child = os.fork()
     if child == 0:
         code = 1
@@ -168,32 +186,49 @@ def run(made: Case, home: pathlib.Path) -> tuple[str, list[str], str]:
             os._exit(code)
     _, status, used = os.wait4(child, 0)
     after = _files(home, out)
+    refused = os.WIFEXITED(status) and os.WEXITSTATUS(status) == 2
     touched = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-    if not (os.WIFEXITED(status) and os.WEXITSTATUS(status) == 2):
+    if not refused:
         touched = [name for name in touched if name.startswith((f"{home}/", f"{out}/home/"))]
-    found = problem(made, status, (used.ru_maxrss << 10) - BASE, out, touched)
-    said = (out / "stderr").read_text(errors="replace")[-1500:] if (out / "stderr").exists() else ""
-    if not found and not made.files and not made.nonsense and made.arguments == unchanged(made.main).arguments:
-        refused = os.WIFEXITED(status) and os.WEXITSTATUS(status) == 2
-        found = "refused as it is" if refused else ""
-    shutil.rmtree(out, ignore_errors=True)
-    return found, arguments, "\n".join([said, *touched])
+    found = problem(made, status, (used.ru_maxrss << 10) - own, out, touched)
+    if not found and refused and not made.changes:
+        found = "refused as it is"
+    line = " ".join(a if len(a) < 200 else f"{a[:80]}..." for a in arguments)
+    said = (out / "stderr").read_text(errors="replace")[-1500:]
+    return found, "\n".join([f"{made.main.module} {line!r}", made.nonsense, said, *touched])
 
 
-BASE = 0
+@functools.cache
+def kind(found: str) -> type[AssertionError]:
+    """Return the type of the exception for a problem; Hypothesis takes those of other types for other faults."""
+    return type(found, (AssertionError,), {"__module__": "builtins"})
+
+
+def hunt(mains: tuple[Main, ...], home: pathlib.Path, profile: str) -> None:
+    """Try each command line as it is, then cases of them.
+
+    Raises:
+        AssertionError: one of the class that `kind` returns, if a case is bad; a group of them if several are.
+    """
+
+    def check(made: Case) -> None:
+        found, said = run(made, home)
+        if found:
+            raise kind(found)(said)
+
+    for main in mains:
+        check(Case(main))
+    settings(settings.get_profile(profile))(given(cases(mains, home))(check))()
 
 
 def main() -> None:
-    """Run the cases and print the bad ones."""
-    global BASE
+    """Prepare the files and the modules, and look for bad cases."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=pathlib.Path, required=True)
-    parser.add_argument("--cases", type=int, default=500)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", type=int)
-    given = parser.parse_args()
+    parser.add_argument("--profile", choices=("gate", "nightly"), default="gate")
+    flags = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
-    home = given.folder / f"home{os.getpid()}"
+    home = flags.folder / f"home{os.getpid()}"
     prepare(home)
     for each in MAINS:  # each fork has all modules at once
         importlib.import_module(each.module)
@@ -202,21 +237,9 @@ def main() -> None:
     # A main collects garbage when it begins and ends. In a fork, that would copy all that the modules hold.
     gc.collect()
     gc.freeze()
-    BASE = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    numbers = [given.only] if given.only is not None else range(given.first, given.first + given.cases)
-    counts: collections.Counter[str] = collections.Counter()
-    known = ((main.module, unchanged(main)) for main in MAINS)
-    for number, made in itertools.chain(known, ((number, case(number, home)) for number in numbers)):
-        found, arguments, said = run(made, home)
-        counts[found or "good"] += isinstance(number, int) or bool(found)
-        if found:
-            print(
-                f"--- {number}: {found}{f' ({made.nonsense})' if made.nonsense else ''}: {made.main.module} "
-                f"{' '.join(a if len(a) < 200 else a[:80] + '...' for a in arguments)!r} {list(made.files)}\n{said}",
-                flush=True,
-            )
-    shutil.rmtree(home)
-    print(json.dumps(counts))
+    hunt(MAINS, home, flags.profile)
+    for folder in (home, pathlib.Path(f"{home}.case")):
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -3,60 +3,14 @@
 import dataclasses
 import functools
 import pathlib
-import random
-from typing import Any
+from typing import Any, NamedTuple
 
-from tests.hostile.commands import MAINS, Main
-from tests.hostile.corpus import HUGE, LOOKALIKES, NEGATIVE, NO_NUMBERS, TEXTS, damaged, refused
+from hypothesis import strategies as st
 
+from tests.hostile.commands import Main
+from tests.hostile.corpus import HUGE, LOOKALIKES, NEGATIVE, NO_NUMBERS, TEXTS, changed, either
 
-@dataclasses.dataclass
-class Case:
-    """A command line, the files that are changed for it, and whether it can mean nothing.
-
-    Attributes:
-        main: the main.
-        arguments: its command line; {home} and {out} are replaced.
-        files: content of the changed files, by name.
-        nonsense: what must be refused; "" if the main may take it.
-    """
-
-    main: Main
-    arguments: list[str]
-    files: dict[str, bytes]
-    nonsense: str = ""
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-@functools.cache
-def keys() -> dict[str, Any]:
-    """Return the keys of a configuration and their defaults."""
-    from paxtrain.config import Config, to_dict
-
-    return _flat(to_dict(Config()))
-
-
-def _command(main: Main, arguments: dict[str, str]) -> list[str]:
-    """Return a main's command line."""
-    passed = [value for name, value in arguments.items() if name.startswith("--")]
-    line = [f"--{name}={value}" for name, value in arguments.items() if not name.startswith("--")]
-    tail = ["--", *passed] if passed else []
-    if main.positional[:1] == ("--",):
-        return [*line, *tail, *main.positional]
-    return [*main.positional, *line, *tail]
-
-
-def unchanged(main: Main) -> Case:
-    """Return a main's command line as it works."""
-    return Case(main, _command(main, main.arguments), {})
-
-
+NUMBERS = ["", *NEGATIVE, *NO_NUMBERS, *LOOKALIKES, *HUGE]
 # Flags with an upper bound below 2**32, which must refuse whatever is above.
 BOUNDED = ("cpu_devices", "num_processes", "process_id", "nodes", "gpus_per_node", "max_restarts", "signal_ahead")
 BOUNDED += ("min_nodes", "port", "per_host", "global_batch", "vocab_size", "seeds", "workers", "repeats", "rounds")
@@ -69,83 +23,136 @@ PASSED = (
     "--profile_seconds=nan",
     "--pipe=two",
 )
-LARGEST = HUGE[-1]  # which is above all floats, too
+
+
+class Change(NamedTuple):
+    """A change of a command line that works.
+
+    Attributes:
+        place: a flag, a file, or "--" for an argument that is passed on.
+        value: the flag's value, the file's content, or the argument.
+        nonsense: what must be refused; "" if a main may take it.
+    """
+
+    place: str
+    value: str | bytes
+    nonsense: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A main and the changes of its command line and files."""
+
+    main: Main
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return {change.place: change.value for change in self.changes if isinstance(change.value, bytes)}
+
+    @property
+    def nonsense(self) -> str:
+        return "; ".join(change.nonsense for change in self.changes if change.nonsense)
+
+    def arguments(self, home: pathlib.Path, out: pathlib.Path) -> list[str]:
+        """Return the command line, with the folder of the files and the one for what the main writes."""
+        changed = {change.place: change.value for change in self.changes if isinstance(change.value, str)}
+        passed = ["--", changed.pop("--")] if "--" in changed else []
+        flags = [f"--{name}={value}" for name, value in (self.main.arguments | changed).items()]
+        positional = self.main.positional
+        line = [*flags, *positional] if positional[:1] == ("--",) else [*positional, *flags, *passed]
+        return [argument.replace("{home}", str(home)).replace("{out}", str(out)) for argument in line]
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # Hypothesis would print all fields
+        changes = [f"{change.place}={change.value[:200]!r}" for change in self.changes]
+        printer.text(f"{' '.join([self.main.module, *self.main.positional])} with {', '.join(changes)}")
+
+
+@functools.cache
+def keys() -> dict[str, Any]:
+    """Return the keys of a configuration and their defaults."""
+    from paxtrain.config import Config, to_dict
+
+    def flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+        found = {}
+        for key, value in values.items():
+            found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        return found
+
+    return flat(to_dict(Config()), "")
 
 
 def _is_number(value: str) -> bool:
-    """Return whether absl takes a value as a number in the digits 0 to 9."""
-    return value not in (*NO_NUMBERS, *LOOKALIKES, LARGEST, "") or value == "0x10"
+    """Return whether absl takes a value as a number in the digits 0 to 9; the largest is above all floats, too."""
+    return value not in (*NO_NUMBERS, *LOOKALIKES, HUGE[-1], "") or value == "0x10"
 
 
-def _integer(rng: random.Random, name: str) -> tuple[str, bool]:
-    """Return a value of a flag for whole numbers, and whether it can mean nothing."""
-    value = rng.choice([*HUGE, *NO_NUMBERS, *LOOKALIKES, *NEGATIVE, "1.5", ""])
-    huge = name in BOUNDED and value in HUGE[1:]
-    return value, huge or not _is_number(value) or value in ("1.5", "-0.5")
+def _is_whole(value: str) -> bool:
+    return _is_number(value) and "." not in value
 
 
-def _override(rng: random.Random, default: Any) -> tuple[str, bool]:
-    """Return a value for a key of the configuration, and whether it can mean nothing."""
-    value = rng.choice([*HUGE, *NO_NUMBERS, *LOOKALIKES, *NEGATIVE, *TEXTS])
-    if type(default) is int:
-        return value, not _is_number(value) or value in ("18446744073709551616", "1.5", "-0.5")
-    return value, type(default) is float and (not _is_number(value) or value == "0x10")
+def _flag(name: str, value: str, wrong: bool) -> Change:
+    return Change(name, value, f"{name}={value}" if wrong else "")
 
 
-def _file(rng: random.Random, main: Main, home: pathlib.Path, hurt: dict[str, bytes]) -> str:
-    """Change one of the files that a main reads, and return what must be refused in it, or ""."""
-    found = sorted({p.relative_to(home).as_posix() for one in main.files for p in home.glob(one) if p.is_file()})
-    name = rng.choice(found)
-    content = (home / name).read_bytes()
-    wrong = refused(rng, name, content) if rng.random() < 0.4 else None
-    hurt[name], text = wrong or (damaged(rng, name, content), "")
-    return text and f"{name}: {text}"
+def _integer(name: str) -> st.SearchStrategy[Change]:
+    huge = HUGE[1:] if name in BOUNDED else ()
+    return st.sampled_from([*NUMBERS, "1.5"]).map(
+        lambda value: _flag(name, value, value in huge or not _is_whole(value))
+    )
 
 
-def _kinds(main: Main) -> list[str]:
-    """Return what may be changed of a main, the more often the more of it there is."""
-    kinds = [kind for kind in ("integers", "numbers", "texts") if getattr(main, kind)]
-    kinds += ["files"] * (2 * bool(main.files)) + ["overrides"] * (4 * bool(main.overrides))
-    return kinds + ["passed"] * (main.module == "planner.launch")
+def _number(name: str) -> st.SearchStrategy[Change]:
+    return st.sampled_from(NUMBERS).map(lambda value: _flag(name, value, not _is_number(value) or value == "0x10"))
 
 
-def case(number: int, home: pathlib.Path) -> Case:
-    """Return the case of a number."""
-    rng = random.Random(number)
-    main = rng.choices(MAINS, [3 if main.overrides else 1 for main in MAINS])[0]
-    arguments, files = dict(main.arguments), {}
-    nonsense: dict[str, str] = {}  # by flag, by file or by argument that is passed on
-    for _ in range(rng.choice([1, 1, 1, 2])):
-        kind, wrong = rng.choice(_kinds(main)), False
-        if kind == "files":
-            before = set(files)
-            text = _file(rng, main, home, files)
-            if text:
-                nonsense[text] = text
-            if before:  # the second change of one file takes the place of the first
-                nonsense = {name: each for name, each in nonsense.items() if each == text or ": " not in each}
-            continue
-        if kind == "passed":
-            more = rng.choice(PASSED)
-            arguments["--" if "--" in arguments else "-- "] = more
-            if main.positional[0] != "kubernetes" or "config" not in more:
-                nonsense[more] = more
-            continue
-        if kind == "integers":
-            name = rng.choice(main.integers)
-            value, wrong = _integer(rng, name)
-        elif kind == "numbers":
-            name = rng.choice(main.numbers)
-            value = rng.choice([*HUGE, *NO_NUMBERS, *LOOKALIKES, *NEGATIVE, ""])
-            wrong = not _is_number(value) or value == "0x10"
-        elif kind == "texts":
-            name, value = rng.choice(main.texts), rng.choice(TEXTS)
-        else:
-            key, default = rng.choice(sorted(keys().items(), key=lambda item: item[0]))
-            name = f"{main.overrides}.{key}"
-            value, wrong = _override(rng, default)
-        arguments[name] = value
-        nonsense.pop(name, None)
-        if wrong:
-            nonsense[name] = f"{name}={value}"
-    return Case(main, _command(main, arguments), files, "; ".join(nonsense.values()))
+def _text(name: str) -> st.SearchStrategy[Change]:
+    return st.sampled_from(TEXTS).map(lambda value: _flag(name, value, False))
+
+
+def _override(name: str, default: Any) -> st.SearchStrategy[Change]:
+    """Return values for a key of the configuration."""
+
+    def change(value: str) -> Change:
+        if type(default) is int:
+            return _flag(name, value, not _is_whole(value) or value == "18446744073709551616")
+        return _flag(name, value, type(default) is float and (not _is_number(value) or value == "0x10"))
+
+    return st.sampled_from([*NUMBERS, *TEXTS]).map(change)
+
+
+def _passed(main: Main) -> st.SearchStrategy[Change]:
+    """Return arguments that a launcher passes on; a job on Kubernetes may have its configuration in its image."""
+    unread = "config" if main.positional[0] == "kubernetes" else "\0"
+    return st.sampled_from(PASSED).map(lambda value: Change("--", value, "" if unread in value else value))
+
+
+@st.composite
+def _file(draw: st.DrawFn, main: Main, home: pathlib.Path) -> Change:
+    found = sorted(
+        {p.relative_to(home).as_posix() for one in main.files.split() for p in home.glob(one) if p.is_file()}
+    )
+    name = draw(st.sampled_from(found))
+    content, nonsense = draw(changed(name, (home / name).read_bytes()))
+    return Change(name, content, nonsense and f"{name}: {nonsense}")
+
+
+def _changes(main: Main, home: pathlib.Path) -> st.SearchStrategy[Change]:
+    """Return changes of a main, of each kind the more often the more of it there is."""
+    kinds: list[st.SearchStrategy[Change]] = []
+    for names, make in ((main.integers, _integer), (main.numbers, _number), (main.texts, _text)):
+        kinds += [st.sampled_from(names.split()).flatmap(make)] if names else []
+    kinds += [_file(main, home)] * 2 if main.files else []
+    overrides = st.sampled_from(sorted(keys().items(), key=lambda item: item[0]))
+    change = overrides.flatmap(lambda item: _override(f"{main.overrides}.{item[0]}", item[1]))
+    kinds += [change] * 4 if main.overrides else []
+    kinds += [_passed(main)] if main.module == "planner.launch" else []
+    return either(*kinds)
+
+
+@st.composite
+def cases(draw: st.DrawFn, mains: tuple[Main, ...], home: pathlib.Path) -> Case:
+    """Return cases of these mains, one or two changes each; those with overrides have more to try."""
+    main = draw(st.sampled_from([main for main in mains for _ in range(3 if main.overrides else 1)]))
+    places = st.lists(_changes(main, home), min_size=1, max_size=2, unique_by=lambda change: change.place)
+    return Case(main, tuple(draw(places)))

@@ -3,11 +3,12 @@
 import copy
 import io
 import json
-import random
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 HUGE = ["10000000", "4294967296", "1000000000000000", "9223372036854775807", "18446744073709551616", "9" * 5000]
 NO_NUMBERS = ["nan", "inf", "-inf", "1e999", "abc", "0x10", "1.5.2", "--1", "1 2"]
@@ -85,7 +86,13 @@ STRICT: dict[str, tuple[str, ...]] = {
     "constants.json": (),
     "model/config.json": (),
 }
-NO_COUNTS = ("cluster", "device_kinds", "dtype", "stage_layers")  # columns of trials that are no single number
+NO_COUNTS = (
+    "cluster",
+    "device_kinds",
+    "dtype",
+    "schedule",
+    "stage_layers",
+)  # columns of trials that are no single number
 NOT_RUN = ("nan", "inf")  # as the seconds of a trial
 EXPLODES = {"type": "Split", "pattern": {"Regex": "(a|aa)+$b"}, "behavior": "Isolated", "invert": False}
 
@@ -113,6 +120,11 @@ CONFIGURATIONS = [
 ]
 
 
+def either(*kinds: st.SearchStrategy) -> st.SearchStrategy:
+    """Return a strategy that takes each kind equally often, however many kinds that has; `one_of` would not."""
+    return st.sampled_from(kinds).flatmap(lambda kind: kind)
+
+
 def _nodes(value: Any, path: tuple = ()) -> list[tuple]:
     found = [path]
     if isinstance(value, dict):
@@ -124,147 +136,142 @@ def _nodes(value: Any, path: tuple = ()) -> list[tuple]:
     return found
 
 
-def _replaced(value: Any, path: tuple, new: Any) -> Any:
-    if not path:
-        return new
-    value = copy.copy(value)
-    value[path[0]] = _replaced(value[path[0]], path[1:], new)
+def _at(value: Any, path: tuple) -> Any:
+    for key in path:
+        value = value[key]
     return value
 
 
-def _json(rng: random.Random, content: bytes) -> bytes:
-    """Return a JSON file with one of its values or keys changed."""
-    value = json.loads(content)
-    path = rng.choice(_nodes(value))
-    kind = rng.randrange(8)
-    if kind == 0:
-        return b'{"a":' * 100_000 + b"1" + b"}" * 100_000
-    if kind == 1:
-        return json.dumps(_replaced(value, path, "@")).replace('"@"', "[" * 50_000 + "]" * 50_000).encode()
-    if kind == 2 and path and isinstance(path[-1], str):
-        inner = value
-        for key in path[:-1]:
-            inner = inner[key]
+def _edited(value: Any, path: tuple, text: str | None) -> bytes:
+    """Return JSON with the text in the place of one of its values; None leaves the value out, with its key."""
+    if not path:
+        return (text or "").encode()
+    value = copy.deepcopy(value)
+    inner = _at(value, path[:-1])
+    inner[path[-1]] = "@"
+    if text is None:
         del inner[path[-1]]
         return json.dumps(value).encode()
-    if kind == 3:
-        return json.dumps(_replaced(value, path, "@")).replace('"@"', "9" * 5000).encode()
-    return json.dumps(_replaced(value, path, rng.choice(LEAVES))).encode()
+    return json.dumps(value).replace('"@"', text).encode()
 
 
-def _bytes(rng: random.Random, content: bytes) -> bytes:
-    """Return a file that was cut, or in which bits or bytes are others."""
-    place = rng.randrange(max(len(content), 1))
-    kind = rng.randrange(6)
-    if kind == 0:
-        return b""
-    if kind == 1:
-        return content[:place]
-    if kind == 2:
-        return content[:place] + b"\0" * 8 + content[place + 8 :]
-    if kind == 3:
-        return content[:place] + bytes(rng.randrange(256) for _ in range(8)) + content[place + 8 :]
-    if kind == 4:
-        return content[:place] + b"\xff\xff\xff\xff\xff\xff\xff\x7f" + content[place + 8 :]
-    return bytes(rng.randrange(256) for _ in range(200))
+def _json(content: bytes) -> st.SearchStrategy[bytes]:
+    """Return JSON files with one of their values or keys changed."""
+    value = json.loads(content)
+    paths = st.sampled_from(_nodes(value))
+    leaves = st.sampled_from([json.dumps(leaf) for leaf in LEAVES])
+    texts = either(leaves, leaves, leaves, st.none(), st.just("9" * 5000), st.just("[" * 50_000 + "]" * 50_000))
+    edited = st.builds(_edited, st.just(value), paths, texts)
+    return either(*[edited] * 7, st.just(b'{"a":' * 100_000 + b"1" + b"}" * 100_000))
 
 
-def _csv(rng: random.Random, content: bytes) -> bytes:
+def _bytes(content: bytes) -> st.SearchStrategy[bytes]:
+    """Return files that were cut, or in which bytes are others."""
+    places = st.integers(0, max(len(content) - 1, 0))
+    eight = either(st.just(b"\0" * 8), st.just(b"\xff" * 7 + b"\x7f"), st.binary(min_size=8, max_size=8))
+    other = st.builds(lambda place, new: content[:place] + new + content[place + 8 :], places, eight)
+    noise = st.binary(min_size=200, max_size=200)
+    return either(st.just(b""), places.map(lambda place: content[:place]), noise, other, other, other)
+
+
+@st.composite
+def _csv(draw: st.DrawFn, content: bytes) -> bytes:
     rows = [line.split(",") for line in content.decode().splitlines()]
-    row = rng.randrange(len(rows))
-    column = rng.randrange(len(rows[row]))
-    rows[row][column] = rng.choice([*HUGE, *NO_NUMBERS, *LOOKALIKES, *NEGATIVE, "", "x" * 200_000, "\0"])
-    return "\n".join(",".join(each) for each in rows).encode("utf-8", "surrogateescape")
+    row = draw(st.sampled_from(rows))
+    cells = [*NO_NUMBERS, *LOOKALIKES, *NEGATIVE, *HUGE, "", "x" * 200_000, "\0"]
+    row[draw(st.integers(0, len(row) - 1))] = draw(st.sampled_from(cells))
+    return "\n".join(map(",".join, rows)).encode("utf-8", "surrogateescape")
 
 
-def _archive(rng: random.Random, content: bytes) -> tuple[bytes, str]:
-    """Return an .npz with an array that must be refused, and what is wrong with it."""
-    arrays = dict(np.load(io.BytesIO(content)))
-    name, kind = rng.choice(sorted(arrays)), rng.randrange(5)
-    if kind < 4:
-        value = [np.nan, np.inf, -1.0, "x"][kind]
-        arrays[name] = np.full((2, 2), value)
-    else:
-        arrays[name] = arrays[name][:1]
-    made = io.BytesIO()
-    np.savez(made, **arrays)
-    return made.getvalue(), f"{name} of {arrays[name].ravel()[0]} {arrays[name].shape}"
+@st.composite
+def _lines(draw: st.DrawFn, content: bytes) -> bytes:
+    lines = content.splitlines()
+    place = draw(st.integers(0, len(lines) - 1))
+    lines[place] = draw(_json(lines[place]))
+    return b"\n".join(lines)
 
 
-def _forged(rng: random.Random, content: bytes) -> bytes:
-    """Return an .npz whose headers claim another shape or dtype."""
-    old, new = rng.choice(
-        [(b"(2, 2)", b"(9, 9)"), (b"(2, 2)", b"(2, 2,"), (b"<f8", b"|O8"), (b"<f8", b"<c8"), (b"(2, 2)", b"10**99")]
-    )
-    return content.replace(old, new)
+# What the headers of an .npz claim, and another shape or dtype.
+FORGED = [(b"(2, 2)", b"(9, 9)"), (b"(2, 2)", b"(2, 2,"), (b"<f8", b"|O8"), (b"<f8", b"<c8"), (b"(2, 2)", b"10**99")]
 
 
-def _safetensors(rng: random.Random, content: bytes) -> bytes:
+def _safetensors(content: bytes) -> st.SearchStrategy[bytes]:
     """Return arrays with one of the values or keys of their header changed."""
     (length,) = struct.unpack("<Q", content[:8])
-    header = _json(rng, content[8 : 8 + length])
-    return struct.pack("<Q", len(header)) + header + content[8 + length :]
+    headers = _json(content[8 : 8 + length])
+    return headers.map(lambda header: struct.pack("<Q", len(header)) + header + content[8 + length :])
 
 
-def _wrong_number(rng: random.Random, name: str, content: bytes) -> tuple[bytes, str]:
-    """Return a file of JSON with a number that is none, and which one it is."""
+def damaged(name: str, content: bytes) -> st.SearchStrategy[bytes]:
+    """Return changed contents of a file, by its name."""
+    kind = name.rpartition(".")[2]
+    if kind == "py":
+        return st.sampled_from([text.encode("utf-8", "surrogateescape") for text in CONFIGURATIONS])
+    if kind == "npz":
+        return either(st.sampled_from([content.replace(*pair) for pair in FORGED]), _bytes(content))
+    change = {"json": _json, "jsonl": _lines, "csv": _csv, "safetensors": _safetensors}.get(kind)
+    return either(*[change(content)] * 3, _bytes(content)) if change else _bytes(content)
+
+
+@st.composite
+def _wrong_array(draw: st.DrawFn, name: str, content: bytes) -> tuple[bytes, str]:
+    arrays = dict(np.load(io.BytesIO(content)))
+    key, value = draw(st.sampled_from(sorted(arrays))), draw(st.sampled_from([None, np.nan, np.inf, -1.0, "x"]))
+    arrays[key] = arrays[key][:1] if value is None else np.full((2, 2), value)
+    made = io.BytesIO()
+    np.savez(made, **arrays)
+    return made.getvalue(), f"{key} of {arrays[key].ravel()[0]} {arrays[key].shape}"
+
+
+@st.composite
+def _wrong_number(draw: st.DrawFn, name: str, content: bytes) -> tuple[bytes, str]:
     value = json.loads(content)
-    free = STRICT[name]
-    places = []
-    for path in _nodes(value):
-        inner = value
-        for key in path:
-            inner = inner[key]
-        if isinstance(inner, int | float) and not set(free) & set(path):
-            places.append((path, inner))
-    path, inner = rng.choice(places)
+    places = [path for path in _nodes(value) if isinstance(_at(value, path), int | float)]
+    path = draw(st.sampled_from([path for path in places if not set(STRICT[name]) & set(path)]))
     choices = WRONG_TOKENS if str(path[-1]).endswith("_token_id") else WRONG
-    choices = [*choices, 1.0, 2] if path == ("version",) else choices
-    new = rng.choice(choices)
-    if type(inner) is bool and new is True:
+    new = draw(st.sampled_from([*choices, 1.0, 2] if path == ("version",) else choices))
+    if new is True and type(_at(value, path)) is bool:
         new = 1
-    return json.dumps(_replaced(value, path, new)).encode(), f"{'.'.join(map(str, path))}={str(new)[:20]}"
+    return _edited(value, path, json.dumps(new)), f"{'.'.join(map(str, path))}={str(new)[:20]}"
 
 
-def refused(rng: random.Random, name: str, content: bytes) -> tuple[bytes, str] | None:
-    """Return a content of a file that must be refused, and what is wrong with it; None if there is no such change."""
-    if name in STRICT:
-        return _wrong_number(rng, name, content)
-    if name.endswith(".npz"):
-        return _archive(rng, content)
-    if name.endswith(".safetensors"):
-        return content[:-4] + struct.pack("<f", rng.choice([float("nan"), float("inf")])), "a weight that is not finite"
-    if name == "own_tokenizer.json":
-        return json.dumps(json.loads(content) | {"pre_tokenizer": EXPLODES}).encode(), "a pattern without end"
-    if name == "trials.csv":
-        rows = [line.split(",") for line in content.decode().splitlines()]
-        column = rng.choice([i for i, title in enumerate(rows[0]) if title not in NO_COUNTS])
-        cells = [cell for cell in (*NO_NUMBERS, *LOOKALIKES) if rows[0][column] != "seconds" or cell not in NOT_RUN]
-        rows[rng.randrange(1, len(rows))][column] = cell = rng.choice(cells)
-        return "\n".join(map(",".join, rows)).encode(), f"{rows[0][column]}={cell}"
-    if name == "schedule.csv":
-        many = "9" * 5000 + "F0", "x" * 200_000, "0F99999999"
-        cell = rng.choice(["\u0661F\u0660", *many, "0F0", "0X0", "0F1_0", "-1F0"])
-        lines = content.decode().splitlines()
-        return "\n".join([f"{cell},{lines[0]}", *lines[1:]]).encode(), cell[:20]
-    return None
+def _wrong_weight(name: str, content: bytes) -> st.SearchStrategy[tuple[bytes, str]]:
+    values = st.sampled_from([float("nan"), float("inf")])
+    return values.map(lambda value: (content[:-4] + struct.pack("<f", value), f"a weight of {value}"))
 
 
-def damaged(rng: random.Random, name: str, content: bytes) -> bytes:
-    """Return a changed content of a file, by its name."""
-    if name.endswith(".npz") and rng.random() < 0.5:
-        return _forged(rng, content)
-    if name.endswith(".safetensors") and rng.random() < 0.6:
-        return _safetensors(rng, content)
-    if name.endswith(".py"):
-        return rng.choice(CONFIGURATIONS).encode("utf-8", "surrogateescape")
-    if name.endswith(".csv"):
-        return _csv(rng, content) if rng.random() < 0.8 else _bytes(rng, content)
-    if name.endswith(".json") and rng.random() < 0.8:
-        return _json(rng, content)
-    if name.endswith(".jsonl") and rng.random() < 0.8:
-        lines = content.decode().splitlines()
-        place = rng.randrange(len(lines))
-        lines[place] = _json(rng, lines[place].encode()).decode()
-        return "\n".join(lines).encode()
-    return _bytes(rng, content)
+def _endless(name: str, content: bytes) -> st.SearchStrategy[tuple[bytes, str]]:
+    text = json.dumps(json.loads(content) | {"pre_tokenizer": EXPLODES})
+    return st.just((text.encode(), "a pattern without end"))
+
+
+@st.composite
+def _wrong_trial(draw: st.DrawFn, name: str, content: bytes) -> tuple[bytes, str]:
+    titles, *rows = [line.split(",") for line in content.decode().splitlines()]
+    column = draw(st.sampled_from([i for i, title in enumerate(titles) if title not in NO_COUNTS]))
+    cells = [cell for cell in (*NO_NUMBERS, *LOOKALIKES) if titles[column] != "seconds" or cell not in NOT_RUN]
+    draw(st.sampled_from(rows))[column] = cell = draw(st.sampled_from(cells))
+    return "\n".join(map(",".join, [titles, *rows])).encode(), f"{titles[column]}={cell}"
+
+
+def _wrong_schedule(name: str, content: bytes) -> st.SearchStrategy[tuple[bytes, str]]:
+    cells = ["0F0", "0X0", "-1F0", "0F1_0", "\u0661F\u0660", "0F99999999", "9" * 5000 + "F0", "x" * 200_000]
+    return st.sampled_from(cells).map(lambda cell: (f"{cell},".encode() + content, cell[:20]))
+
+
+# Changes of a file that must be refused, by the end of its name: the contents, and what is wrong with each.
+REFUSED: dict[str, Callable[[str, bytes], st.SearchStrategy[tuple[bytes, str]]]] = {
+    **dict.fromkeys(STRICT, _wrong_number),
+    ".npz": _wrong_array,
+    ".safetensors": _wrong_weight,
+    "own_tokenizer.json": _endless,
+    "trials.csv": _wrong_trial,
+    "schedule.csv": _wrong_schedule,
+}
+
+
+def changed(name: str, content: bytes) -> st.SearchStrategy[tuple[bytes, str]]:
+    """Return contents of a file, each with what must be refused in it, or "" if a main may take it."""
+    harmless = damaged(name, content).map(lambda made: (made, ""))
+    wrong = [make(name, content) for end, make in REFUSED.items() if name.endswith(end)]
+    return either(*wrong * 2, *[harmless] * 3)
