@@ -30,7 +30,6 @@ from jax.typing import DTypeLike
 
 from compress.gpu import mosaic, triton
 
-LARGEST_RANK, LARGEST_RANK_A100 = triton.LARGEST_RANK, 64  # the largest ranks that the kernels take
 MOSAIC_AVAILABLE = mosaic.AVAILABLE  # whether this jax can run "wgmma" and "tcgen05"
 MOSAIC = tuple(mosaic.UNITS)  # the implementations on the Mosaic GPU backend
 IMPLEMENTATIONS = ("xla", "triton", *MOSAIC, "interpret")
@@ -74,11 +73,15 @@ def uses_kernels(implementation: str) -> bool:
     return implementation != "xla"
 
 
+def largest_rank(capability: float) -> int:
+    """Return the largest rank that the kernels take on a GPU: an A100 has less shared memory than those after it."""
+    return triton.LARGEST_RANK if capability >= 9 else 64
+
+
 def on_gpu(capability: float) -> tuple[str, ...]:
     """Return the implementations that a GPU of a CUDA compute capability runs, the best first.
 
-    The kernels are laid out for data-centre GPUs. `LARGEST_RANK` is the largest rank that they take; on an A100 it is
-    LARGEST_RANK_A100, because a multiprocessor has less shared memory there.
+    The kernels are laid out for data-centre GPUs.
     """
     if not 8 <= capability < 11:
         return ("xla",)

@@ -125,6 +125,5 @@ def _column_program(a: Ref, p: Ref, s: Ref, column: Index, first: Index, trips: 
     pl.run_scoped(scoped, _scratch(thin, 2))
 
 
-_BLACKWELL = 148  # multiprocessors of a B200
 # Shared memory of a multiprocessor has room for two programs, or for one with wider factors.
-UNITS = Units(_ROWS, _BLACKWELL, lambda rank: 2 if rank <= 16 else 1, _row_program, _column_program)
+UNITS = Units(_ROWS, lambda rank: 2 if rank <= 16 else 1, _row_program, _column_program)

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 Ref: TypeAlias = Any
 Result: TypeAlias = Any  # an array if the pass has the operands that make it, otherwise None
 Index = int | jax.Array
-HOPPER = 132  # multiprocessors of an H100 or H200
+ABSENT = 132  # multiprocessors to write programs for where no GPU is; an H100 or H200 has as many
 
 
 class RowRefs(NamedTuple):
@@ -120,17 +120,15 @@ def matrices(array: jax.Array | None) -> jax.Array | None:
     return None if array is None else array.reshape(-1, *array.shape[-2:])
 
 
-def multiprocessors(absent: int = HOPPER) -> int:
+def multiprocessors() -> int:
     """Return the multiprocessors of a GPU of this run, the fewest of any: all processes must trace the same program.
 
     They decide how long sums are split, so products may differ in their last bits from one kind of GPU to another. What
-    `decode` returns does not, nor do errors.
-
-    Args:
-        absent: what to take if a program is compiled where no GPU is, or Pallas's interpreter runs it.
+    `decode` returns does not, nor do errors. ABSENT counts if a program is compiled where no GPU is, or Pallas's
+    interpreter runs it.
     """
     counts = [getattr(device, "core_count", None) for device in jax.devices() if device.platform == "gpu"]
-    return min((count for count in counts if count), default=absent)
+    return min((count for count in counts if count), default=ABSENT)
 
 
 def split(programs: int, tiles: int, target: int, most: int) -> tuple[int, int]:

@@ -16,7 +16,6 @@ class Units(NamedTuple):
 
     Attributes:
         rows: rows of a tile of the row kernel, and columns of a tile of the column kernel.
-        multiprocessors: number that the GPU has, if none is here to ask.
         programs: function from the factors' columns to the number of programs that a multiprocessor runs at once.
         row_program: function (refs, row, first, trips) that computes `rows` rows of out = x + (m - p w^T), and this
             program's part of out q. `refs` are RowRefs, `row` is the index of the tile's rows, `first` that of the
@@ -27,14 +26,13 @@ class Units(NamedTuple):
     """
 
     rows: int
-    multiprocessors: int
     programs: Callable[[int], int]
     row_program: Callable[..., None]
     column_program: Callable[..., None]
 
     def target(self, rank: int) -> int:
         """Return the number of programs that the GPU runs at once, with factors of a rank."""
-        return multiprocessors(self.multiprocessors) * self.programs(rank)
+        return multiprocessors() * self.programs(rank)
 
 
 def order(columns: int) -> tuple[mg.TilingTransform, mg.SwizzleTransform]:

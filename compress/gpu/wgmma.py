@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mg
 
-from compress.gpu.tiles import HOPPER, Index, Ref, Result, RowRefs, add
+from compress.gpu.tiles import Index, Ref, Result, RowRefs, add
 from compress.gpu.tma import TILE, Units, block, order, present, stream
 
 _ROWS = 64  # rows of a WGMMA
@@ -89,4 +89,4 @@ def _column_program(a: Ref, p: Ref, s: Ref, column: Index, first: Index, trips: 
 
 
 # Shared memory of a multiprocessor has room for two programs.
-UNITS = Units(_ROWS, HOPPER, lambda rank: 2, _row_program, _column_program)
+UNITS = Units(_ROWS, lambda rank: 2, _row_program, _column_program)

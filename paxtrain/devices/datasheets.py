@@ -4,7 +4,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from paxtrain.devices.gpus import GPUS
+from paxtrain.devices.gpus import GEFORCE, GPUS
 
 
 class Datasheet(NamedTuple):
@@ -23,25 +23,26 @@ class Datasheet(NamedTuple):
     intra: float
 
 
-def _gpu(name: str, single: float, intra: float) -> Datasheet:
-    """Return the data sheet of a GPU in gpus.py, which has its other rates."""
-    return Datasheet(GPUS[name].peak_flops, single, GPUS[name].bandwidth, intra)
+def _gpu(name: str) -> Datasheet:
+    """Return the rates of a GPU in gpus.py."""
+    gpu = (GPUS | GEFORCE)[name]
+    return Datasheet(gpu.peak_flops, gpu.single_flops, gpu.bandwidth, gpu.link)
 
 
-# Rates are NVIDIA's and AMD's, without sparsity (GeForce: the white papers of GA102, AD102 and GB202); NVIDIA's sheets
+# Rates are NVIDIA's and AMD's, without sparsity (GeForce: the white papers); NVIDIA's sheets
 # print twice as much "with sparsity" from Ampere on. A key without a form factor, "H100", has the rates of the fastest
 # one, so that no utilisation can exceed 1. A key with a form factor, "H100 PCIE", applies if the device's name has all
 # its words.
 _DATASHEETS = {
     "K80": Datasheet(4.1e12, 4.1e12, 240e9, 12e9),
     "P100": Datasheet(19e12, 9.5e12, 732e9, 80e9),
-    "V100": _gpu("v100", 15.7e12, 150e9),
+    "V100": _gpu("v100"),
     "V100 PCIE": Datasheet(112e12, 14e12, 900e9, 12e9),
     "T4": Datasheet(65e12, 8.1e12, 300e9, 12e9),
     "RTX2080TI": Datasheet(54e12, 13.4e12, 616e9, 12e9),
-    "RTX3090": Datasheet(71e12, 35.6e12, 936.2e9, 24e9),
-    "RTX4090": Datasheet(165.2e12, 82.6e12, 1008e9, 24e9),
-    "RTX5090": Datasheet(209.5e12, 104.8e12, 1792e9, 48e9),
+    "RTX3090": _gpu("rtx3090"),
+    "RTX4090": _gpu("rtx4090"),
+    "RTX5090": _gpu("rtx5090"),
     "A10": Datasheet(125e12, 62e12, 600e9, 24e9),
     "A10G": Datasheet(70e12, 35e12, 600e9, 24e9),
     "A30": Datasheet(165e12, 82e12, 933e9, 100e9),
@@ -50,17 +51,17 @@ _DATASHEETS = {
     "L4": Datasheet(121e12, 60e12, 300e9, 24e9),
     "L40": Datasheet(181e12, 90e12, 864e9, 24e9),
     "L40S": Datasheet(362e12, 183e12, 864e9, 24e9),
-    "A100": _gpu("a100-80gb", 156e12, 300e9),
-    "A800": _gpu("a100-80gb", 156e12, 200e9),
-    "H100": _gpu("h100", 494.7e12, 450e9),
+    "A100": _gpu("a100-80gb"),
+    "A800": _gpu("a100-80gb")._replace(intra=200e9),
+    "H100": _gpu("h100"),
     "H100 PCIE": Datasheet(756e12, 378e12, 2000e9, 300e9),
     "H100 NVL": Datasheet(835.5e12, 417.5e12, 3900e9, 300e9),
-    "H800": _gpu("h100", 494.7e12, 200e9),
+    "H800": _gpu("h100")._replace(intra=200e9),
     "H20": Datasheet(148e12, 74e12, 4000e9, 450e9),
-    "H200": _gpu("h200", 494.7e12, 450e9),
+    "H200": _gpu("h200"),
     "H200 NVL": Datasheet(835.5e12, 417.5e12, 4800e9, 450e9),
-    "GH200": _gpu("h100", 494.7e12, 450e9)._replace(memory_bandwidth=4000e9),
-    "B200": _gpu("b200", 1100e12, 900e9),
+    "GH200": _gpu("h100")._replace(memory_bandwidth=4000e9),
+    "B200": _gpu("b200"),
     "GB200": Datasheet(2500e12, 1250e12, 8000e9, 900e9),
     "MI100": Datasheet(185e12, 46e12, 1229e9, 46e9),
     "MI250X": Datasheet(192e12, 48e12, 1638e9, 50e9),
