@@ -15,7 +15,7 @@ import pytest
 from tests import rooms, sources
 from tests.sources import ROOT
 
-LIBRARY = {"tests": "testing"}  # whose name is not that of its folder
+SHIPPED = ("compress/", "configs/", "paxtrain/", "planner/")  # the packages that BUILD has
 MINIATURE = {
     "BUILD": (ROOT / "BUILD").read_text(),
     "compress/__init__.py": "",
@@ -23,12 +23,8 @@ MINIATURE = {
     "paxtrain/__init__.py": "",
     "paxtrain/model.py": "def f():\n    import orbax.checkpoint\n    from compress.codec import g",
     "paxtrain/train.py": "from absl import app\nif __name__ == '__main__':\n    app.run(None)",
-    "tests/paxtrain/help.py": "",
-    "tests/paxtrain/reference.npz": "",
-    "tests/paxtrain/make.py": "# /// script\n# ///\nimport torch",
-    "tests/test_house.py": "",
-    "tests/paxtrain/run/test_loop.py": "",
-    "tests/paxtrain/test_train.py": "import pytest\nfrom tests.paxtrain import help\nRUN = ['-m', 'paxtrain.train']",
+    "paxtrain/data/reference.npz": "",
+    "tests/test_train.py": "import pytest\nRUN = ['-m', 'paxtrain.train']",
 }
 
 
@@ -48,7 +44,7 @@ def targets(root, text=None):
         kept = {path.as_posix() for path in paths if (root / path).is_file()}
         return sorted(path for path in kept if not any(_matches(path, pattern) for pattern in exclude))
 
-    rules = {kind: rule(kind) for kind in ("py_library", "py_binary", "py_test")}
+    rules = {kind: rule(kind) for kind in ("py_library", "py_binary")}
     text = (root / "BUILD").read_text() if text is None else text
     exec(text, {"load": lambda *_: None, "package": lambda **_: None, "glob": glob, **rules})
     return found
@@ -63,13 +59,7 @@ def _matches(path, pattern):
     folder = pathlib.PurePosixPath(path)
     if pattern == "**/__pycache__/**":
         return "__pycache__" in folder.parts
-    if pattern.endswith("/**/test_*.py"):
-        return path.startswith(pattern.removesuffix("**/test_*.py")) and folder.match("test_*.py")
     return folder.suffix == ".py" if pattern == "**/*.py" else path == pattern
-
-
-def _is_test(path):
-    return path.startswith("tests/") and pathlib.PurePosixPath(path).match("test_*.py")
 
 
 def complaints(root, text=None):
@@ -77,46 +67,33 @@ def complaints(root, text=None):
     built, read = targets(root, text), sources.read(root)
     of_rule = {
         kind: {name: target for name, target in built.items() if target["rule"] == kind}
-        for kind in ("py_library", "py_binary", "py_test")
+        for kind in ("py_library", "py_binary")
     }
     held = [path for target in built.values() for path in (*target.get("srcs", ()), *target.get("data", ()))]
-    found = [f"{path} is in {held.count(path)} targets" for path in sources.files(root) if held.count(path) != 1]
-    known = {*sources.files(root), "pyproject.toml"}
-    found += [f"{path} is not there, or brings its own environment" for path in sorted(set(held) - known)]
+    known = {path for path in sources.files(root) if path.startswith(SHIPPED)}
+    found = [f"{path} is in {held.count(path)} targets" for path in sorted(known) if held.count(path) != 1]
+    found += [f"{path} is not there" for path in sorted(set(held) - known)]
     for top, allowed in rooms.packages().items():
         mine = [source for path, source in read.items() if path.startswith(f"{top}/")]
         if not mine:
             continue
         reached = {imported.partition("/")[0] for source in mine for imported in source.imports} - {top}
         found += [f"{top} imports {other}" for other in sorted(reached - allowed)]
+        if f"{top}/" not in SHIPPED:
+            continue
         others = {distribution.replace("-", "_") for source in mine for distribution in source.distributions}
-        needs = {f":{LIBRARY.get(other, other)}" for other in reached} | {f"@pypi//{other}" for other in others}
-        has = set(of_rule["py_library"][LIBRARY.get(top, top)].get("deps", ()))
+        needs = {f":{other}" for other in reached} | {f"@pypi//{other}" for other in others}
+        has = set(of_rule["py_library"][top].get("deps", ()))
         if has != needs:
             found.append(f"{top} needs {sorted(needs - has)} and does not need {sorted(has - needs)}")
     modules = [target["main_module"] for target in of_rule["py_binary"].values()]
     found += [f"{module} has {modules.count(module)} binaries" for module in set(modules) if modules.count(module) > 1]
     programs = {target["main_module"]: target["deps"] for target in of_rule["py_binary"].values()}
-    shipped = [name for name, target in built.items() if {":testing", ":experiments"} & {*target["deps"], f":{name}"}]
-    plain = [name for name in shipped if built[name]["rule"] != "py_test" and not built[name].get("testonly")]
-    found += [f"{name} is not testonly" for name in plain]
     for path, source in read.items():
         module = path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
-        top = path.partition("/")[0]
-        if source.is_main and programs.pop(module, None) != [f":{LIBRARY.get(top, top)}"]:
+        if source.is_main and path.startswith(SHIPPED) and programs.pop(module, None) != [f":{path.partition('/')[0]}"]:
             found.append(f"{module} has no binary of its package")
-    found += [f"{module} is no program" for module in programs]
-    for path in filter(_is_test, read):
-        run = {
-            "srcs": [path],
-            "args": [path],
-            "main_module": "pytest",
-            "deps": [":testing"],
-            "data": ["pyproject.toml"],
-        }
-        if run | {"rule": "py_test"} not in of_rule["py_test"].values():
-            found.append(f"{path} has no test that pytest runs")
-    return found
+    return found + [f"{module} is no program" for module in programs]
 
 
 def requirements(name):
@@ -136,18 +113,15 @@ def circles(read):
 
 @pytest.fixture
 def miniature(tmp_path):
-    """Make a small project with a correct BUILD: its programs, its scripts and its deps."""
+    """Make a small project with a correct BUILD: its programs and its deps."""
     for name, text in MINIATURE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     text = (tmp_path / "BUILD").read_text()
     text = re.sub(r"(\nPROGRAMS = \[).*?\n\]", r'\1"paxtrain.train"]', text, flags=re.S)
-    text = re.sub(r"(\n(?:TEST|EXPERIMENT)_PROGRAMS = \[).*?\n\]", r"\1]", text, flags=re.S)
-    text = re.sub(r"(\nSCRIPTS = \[).*?\n\]", r'\1"tests/paxtrain/make.py"]', text, flags=re.S)
     wanted = {
         "compress": ["@pypi//jax"],
         "paxtrain": [":compress", "@pypi//absl_py", "@pypi//orbax_checkpoint"],
-        "testing": [":paxtrain", "@pypi//pytest"],
     }
     for name, deps in wanted.items():
         text = re.sub(rf'(    name = "{name}",.*?    deps = )\[.*?\]', rf"\1{deps}", text, count=1, flags=re.S)
@@ -157,17 +131,15 @@ def miniature(tmp_path):
 
 def test_build_says_what_the_files_say():
     assert complaints(ROOT) == []
-    assert len((ROOT / "BUILD").read_text().splitlines()) < 300
+    assert len((ROOT / "BUILD").read_text().splitlines()) < 150
 
 
 def test_a_known_tree_has_these_targets(miniature):
     assert complaints(miniature) == []
     found = targets(miniature)
     assert found["paxtrain"]["srcs"] == ["paxtrain/__init__.py", "paxtrain/model.py", "paxtrain/train.py"]
-    assert found["testing"]["srcs"] == ["tests/paxtrain/help.py"]
-    assert found["testing"]["data"] == ["tests/paxtrain/reference.npz"]
+    assert found["paxtrain"]["data"] == ["paxtrain/data/reference.npz"]
     assert found["paxtrain_train"]["main_module"] == "paxtrain.train"
-    assert found["tests_paxtrain_test_train"]["args"] == ["tests/paxtrain/test_train.py"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +150,6 @@ def test_a_known_tree_has_these_targets(miniature):
         ("compress/new.py", "import paxtrain.model", "compress imports paxtrain"),
         ("paxtrain/train.py", "from absl import app", "paxtrain.train is no program"),
         ("paxtrain/sample.py", "if __name__ == '__main__':\n    pass", "paxtrain.sample has no binary of its package"),
-        ("tests/paxtrain/make.py", "", "tests/paxtrain/make.py is in 0 targets"),
     ],
 )
 def test_files_that_build_does_not_know_are_told(miniature, path, text, complaint):
@@ -190,26 +161,10 @@ def test_files_that_build_does_not_know_are_told(miniature, path, text, complain
     ("old", "new", "complaint"),
     [
         ('glob(["paxtrain/**/*.py"])', '["paxtrain/model.py"]', "paxtrain/train.py is in 0 targets"),
-        ("srcs = [path]", 'srcs = [path, "compress/codec.py"]', "compress/codec.py is in 4 targets"),
-        (
-            'glob(["compress/**/*.py"])',
-            '["compress/gone.py"]',
-            "compress/gone.py is not there, or brings its own environment",
-        ),
-        ('main_module = "pytest"', 'main_module = "test"', "tests/paxtrain/test_train.py has no test that pytest runs"),
+        ('srcs = glob(["planner/**/*.py"])', 'srcs = ["compress/codec.py"]', "compress/codec.py is in 2 targets"),
+        ('glob(["compress/**/*.py"])', '["compress/gone.py"]', "compress/gone.py is not there"),
         ('"paxtrain.train"', "", "paxtrain.train has no binary of its package"),
-        (
-            'glob(["tests/**/test_*.py"])',
-            '["tests/paxtrain/test_train.py"]',
-            "tests/test_house.py has no test that pytest runs",
-        ),
-        (
-            'glob(["tests/**/test_*.py"])',
-            'glob(["tests/paxtrain/*.py"])',
-            "tests/paxtrain/run/test_loop.py is in 0 targets",
-        ),
-        (" + SCRIPTS", "", "tests/paxtrain/make.py is not there, or brings its own environment"),
-        ("testonly = True", "testonly = False", "testing is not testonly"),
+        ("for program in PROGRAMS", 'for program in PROGRAMS + ["planner.gone"]', "planner.gone is no program"),
     ],
 )
 def test_targets_that_the_files_do_not_bear_out_are_told(miniature, old, new, complaint):
