@@ -21,7 +21,7 @@ from compress.collectives import (
     packed_scatter,
     reduce_scatter,
 )
-from compress.reducer import Arrived, Kept, LeftOut, Reducer, Shard, Shards, mean
+from compress.reducer import Arrived, Context, LeftOut, Reducer, Shard, Shards, mean
 
 
 class Divided(NamedTuple):
@@ -45,7 +45,7 @@ class Grouped(NamedTuple):
         means: this rank's parts of the means.
     """
 
-    kept: Kept
+    kept: Context
     arrived: Arrived
     means: list[jax.Array]
 

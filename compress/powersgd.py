@@ -135,7 +135,7 @@ class Projected(NamedTuple):
     shapes: list[tuple[int, ...]]
 
 
-class Arrived(NamedTuple):
+class ReducedFactors(NamedTuple):
     """Factors behind both all-reduces.
 
     Attributes:
@@ -161,7 +161,7 @@ def _encode(
     return Projected([m for m, _ in projected], [product for _, product in projected], state.q, shapes)
 
 
-def _exchange(kept: Projected, axis: Axis | None, implementation: str, form: str) -> Arrived:
+def _exchange(kept: Projected, axis: Axis | None, implementation: str, form: str) -> ReducedFactors:
     """Return the factors behind both all-reduces; the arguments are those of `mean_lowrank`."""
     mean = functools.partial(_mean, axis=axis)
     basis = (
@@ -173,10 +173,12 @@ def _exchange(kept: Projected, axis: Axis | None, implementation: str, form: str
     ps = _by_shape(basis, packed(mean, kept.product))
     backprojected = [kernels.backproject(m, p, implementation=implementation) for m, p in zip(kept.m, ps)]
     own = [s for s, _ in backprojected] if form == "qr" else _by_shape(solve, *zip(*backprojected))
-    return Arrived(ps, packed(mean, own), own)
+    return ReducedFactors(ps, packed(mean, own), own)
 
 
-def _update(arrived: Arrived, kept: Projected, implementation: str) -> tuple[PowerState[list[jax.Array]], LeftOut]:
+def _update(
+    arrived: ReducedFactors, kept: Projected, implementation: str
+) -> tuple[PowerState[list[jax.Array]], LeftOut]:
     """Return the next state and this rank's errors; the arguments are those of `mean_lowrank`."""
     errors = [
         kernels.residual(m, p, w, implementation=implementation) for m, p, w in zip(kept.m, arrived.p, arrived.own)
@@ -238,16 +240,18 @@ class PowerSGD(Reducer):
         kept = _encode(matrices, together, self.rank, self.implementation, keep=True)
         return kept.product, kept._replace(shapes=[x.shape for x in arrays])
 
-    def exchange(self, wire: list[jax.Array], kept: Projected, shards: Shards) -> Arrived:
+    def exchange(self, wire: list[jax.Array], kept: Projected, shards: Shards) -> ReducedFactors:
         """Return the factors, behind two all-reduces for all arrays; see `Reducer.exchange`."""
         return _exchange(kept, shards[0].axis if shards else None, self.implementation, self.form)
 
-    def update(self, arrived: Arrived, kept: Projected, shards: Shards) -> tuple[list[PowerState[jax.Array]], LeftOut]:
+    def update(
+        self, arrived: ReducedFactors, kept: Projected, shards: Shards
+    ) -> tuple[list[PowerState[jax.Array]], LeftOut]:
         """Return the next states and this rank's errors; see `Reducer.update`."""
         state, left_out = _update(arrived, kept, self.implementation)
         return [PowerState(e, q) for e, q in zip(state.error, state.q)], left_out
 
-    def decode(self, arrived: Arrived, kept: Projected, shards: Shards) -> list[jax.Array]:
+    def decode(self, arrived: ReducedFactors, kept: Projected, shards: Shards) -> list[jax.Array]:
         """Return this rank's parts of the products of the factors; see `Reducer.decode`.
 
         Of an array whose rows are split only the rank's rows are computed.

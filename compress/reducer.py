@@ -31,7 +31,7 @@ class Shard(NamedTuple):
 
 
 Shards = Sequence[Shard]  # one for each array
-Kept: TypeAlias = Any  # what a reducer's `encode` keeps for its other functions, arrays or not
+Context: TypeAlias = Any  # what a reducer's `encode` keeps for its other functions, arrays or not
 Arrived: TypeAlias = Any  # what a reducer's `exchange` returns, likewise
 
 
@@ -90,7 +90,7 @@ class Reducer(Protocol):
         """
         return ""
 
-    def encode(self, states: list[State], arrays: list[jax.Array], shards: Shards) -> tuple[Wire, Kept]:
+    def encode(self, states: list[State], arrays: list[jax.Array], shards: Shards) -> tuple[Wire, Context]:
         """Return what a rank sends first, and what it keeps for the other functions.
 
         Args:
@@ -99,7 +99,7 @@ class Reducer(Protocol):
             shards: what each rank keeps of each mean.
         """
 
-    def exchange(self, wire: Wire, kept: Kept, shards: Shards) -> Arrived:
+    def exchange(self, wire: Wire, kept: Context, shards: Shards) -> Arrived:
         """Return what has arrived at this rank after all exchanges.
 
         Args:
@@ -108,7 +108,7 @@ class Reducer(Protocol):
             shards: what each rank keeps of each mean.
         """
 
-    def update(self, arrived: Arrived, kept: Kept, shards: Shards) -> tuple[list[State], LeftOut]:
+    def update(self, arrived: Arrived, kept: Context, shards: Shards) -> tuple[list[State], LeftOut]:
         """Return the next state of each array, and how much this rank has left out.
 
         Args:
@@ -117,7 +117,7 @@ class Reducer(Protocol):
             shards: what each rank keeps of each mean.
         """
 
-    def decode(self, arrived: Arrived, kept: Kept, shards: Shards) -> list[jax.Array]:
+    def decode(self, arrived: Arrived, kept: Context, shards: Shards) -> list[jax.Array]:
         """Return this rank's part of the mean of each array, in float32.
 
         Args:

@@ -291,7 +291,7 @@ def _resumes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
 # --- Over data --------------------------------------------------------------------------------------------------------
 
 # (states, gradients) -> (means, states, residuals) of all emulated ranks.
-_Reduction: TypeAlias = jax.stages.Wrapped
+_EmulatedReduction: TypeAlias = jax.stages.Wrapped
 
 
 def _reducer_properties(reducer: Reducer) -> Iterator[tuple[str, Callable[[], bool | None]]]:
@@ -320,14 +320,14 @@ def _gradients(steps: int = _MESSAGES) -> list[jax.Array]:
     return [jnp.asarray(common + rng.normal(size=(RANKS, *_KERNEL)), jnp.float32) for _ in range(steps)]
 
 
-def _reduction(reducer: Reducer, shard: Shard) -> _Reduction:
+def _reduction(reducer: Reducer, shard: Shard) -> _EmulatedReduction:
     """Return the jitted step (states, gradients) -> (means, states, residuals) of all emulated ranks."""
     settled: Any = reducer  # a Protocol is not known to be hashable
     return _jitted(settled, shard)
 
 
 @functools.lru_cache(maxsize=8)
-def _jitted(reducer: Reducer, shard: Shard) -> _Reduction:
+def _jitted(reducer: Reducer, shard: Shard) -> _EmulatedReduction:
     """Return what `_reduction` returns."""
 
     def one(state: State, x: jax.Array) -> tuple[jax.Array, State, jax.Array]:

@@ -42,16 +42,46 @@ def test_every_room_is_in_the_table_and_small():
     assert {name: count for name, count in folders.items() if count > MOST_MODULES} == {}
 
 
-def test_a_class_name_has_one_meaning():
-    """Names that differ only in leading underscores count as one."""
-    homes = collections.defaultdict(list)
-    for path in sources.read():
-        if path.startswith(PRODUCT):
-            found = (node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.ClassDef))
-            for node in found:
-                homes[node.name.lstrip("_")].append(path)
-    assert len(homes) > 100
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+def definitions(path, tree):
+    """Yield names of classes, type aliases and type variables with what each means: a class is like no other."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, f"class of {path}:{node.lineno}"
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+            yield ast.unparse(node.target), ast.unparse(node.value)
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name, value = node.targets[0].id, ast.unparse(node.value)
+            if re.match("_*[A-Z]", name) and (not name.isupper() or re.match(r"(typing\.)?(TypeVar|NewType)\(", value)):
+                yield name, value
+
+
+def many_meanings(trees):
+    """Return the names that have several meanings; those that differ only in leading underscores count as one."""
+    found = collections.defaultdict(set)
+    for path, tree in trees.items():
+        for name, meaning in definitions(path, tree):
+            found[name.lstrip("_")].add(meaning)
+    return {name: meanings for name, meanings in found.items() if len(meanings) > 1}
+
+
+def test_a_name_of_a_type_has_one_meaning():
+    paths = [path for path in sources.read() if path.startswith(PRODUCT)]
+    assert len(paths) > 100
+    assert many_meanings({path: ast.parse((ROOT / path).read_text()) for path in paths}) == {}
+
+
+def test_two_meanings_of_a_name_are_found():
+    one = "T = TypeVar('T')\nArray = np.ndarray\nTree: TypeAlias = Any\nclass Step(NamedTuple):\n    x: int\nLIMIT = 3"
+    for other, name in {
+        "class _Step: pass": "Step",
+        "Step = Callable[[int], int]": "Step",
+        "Tree: TypeAlias = dict": "Tree",
+        "T = TypeVar('T', bound=int)": "T",
+        "Array = jax.Array\nLIMIT = 4": "Array",
+        "T = TypeVar('T')\nArray = np.ndarray\nTree: TypeAlias = Any": None,
+    }.items():
+        assert set(many_meanings({"a.py": ast.parse(one), "b.py": ast.parse(other)})) == ({name} if name else set())
 
 
 def test_the_design_page_lists_every_room():

@@ -15,10 +15,10 @@ from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Params
 
-Path = tuple[str, str]
+LayerPath = tuple[str, str]
 
 # Names of one layer's arrays by path; several names are stacked along dim 1 here.
-_LAYER: dict[str, dict[Path, tuple[str, ...]]] = {
+_LAYER: dict[str, dict[LayerPath, tuple[str, ...]]] = {
     "gpt2": {
         ("ln1", "scale"): ("ln_1.weight",),
         ("ln1", "bias"): ("ln_1.bias",),
@@ -45,7 +45,7 @@ _LAYER: dict[str, dict[Path, tuple[str, ...]]] = {
 }
 # Prefix of a layer's names, with its number; and the other arrays except the vocabulary's tables.
 _PREFIX = {"gpt2": "transformer.h.{}.", "llama": "model.layers.{}."}
-_REST: dict[str, dict[Path, str]] = {
+_REST: dict[str, dict[LayerPath, str]] = {
     "gpt2": {
         ("embedding", "position"): "transformer.wpe.weight",
         ("final_norm", "scale"): "transformer.ln_f.weight",

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Weights = dict[str, jax.Array]
+NormParams = dict[str, jax.Array]
 
 _SLOPE, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of GELU's approximation by tanh
 
@@ -27,7 +27,7 @@ def _statistics(wide: jax.Array, epsilon: float, centers: bool) -> tuple[jax.Arr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def norm(p: Weights, x: jax.Array, epsilon: float) -> jax.Array:
+def norm(p: NormParams, x: jax.Array, epsilon: float) -> jax.Array:
     """Normalize x over the last dim in float32, and return it in its dtype.
 
     Args:
@@ -38,7 +38,7 @@ def norm(p: Weights, x: jax.Array, epsilon: float) -> jax.Array:
     return _norm_forward(p, x, epsilon)[0]
 
 
-def _norm_forward(p: Weights, x: jax.Array, epsilon: float) -> tuple[jax.Array, tuple]:
+def _norm_forward(p: NormParams, x: jax.Array, epsilon: float) -> tuple[jax.Array, tuple]:
     wide = x.astype(jnp.float32)
     mean, rate = _statistics(wide, epsilon, "bias" in p)
     y = (wide - mean) * rate * p["scale"]
@@ -46,7 +46,7 @@ def _norm_forward(p: Weights, x: jax.Array, epsilon: float) -> tuple[jax.Array, 
     return y.astype(x.dtype), (p, x, mean if "bias" in p else None, rate)
 
 
-def _norm_weights(x: jax.Array, mean: jax.Array | None, rate: jax.Array, g: jax.Array) -> Weights:
+def _norm_weights(x: jax.Array, mean: jax.Array | None, rate: jax.Array, g: jax.Array) -> NormParams:
     """Return the gradients of scale and bias, in passes of their own: a shared float32 array would be written."""
     wide, g, over = x.astype(jnp.float32), g.astype(jnp.float32), tuple(range(x.ndim - 1))
     normal = (wide if mean is None else wide - mean) * rate
@@ -54,7 +54,7 @@ def _norm_weights(x: jax.Array, mean: jax.Array | None, rate: jax.Array, g: jax.
     return scale if mean is None else {**scale, "bias": g.sum(axis=over)}
 
 
-def _norm_backward(epsilon: float, kept: tuple, g: jax.Array) -> tuple[Weights, jax.Array]:
+def _norm_backward(epsilon: float, kept: tuple, g: jax.Array) -> tuple[NormParams, jax.Array]:
     p, x, mean, rate = kept
     weights = _norm_weights(*lax.optimization_barrier((x, mean, rate, g)))
     wide, g = x.astype(jnp.float32), g.astype(jnp.float32)

@@ -28,8 +28,10 @@ from paxtrain.pipeline.collectives import permute
 
 GROUP = "group"  # axis of the mesh over groups
 _FLOAT32 = 4  # bytes
-Path = tuple[str, ...]
-Place = tuple[Path, int]  # path of a stack of layers' kernels, and the layer's place in the fragment's stack
+ParamPath = tuple[str, ...]
+FragmentSlot = tuple[
+    ParamPath, int
+]  # path of a stack of layers' kernels, and the layer's place in the fragment's stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class GroupExchange:
         return Shard(GROUP if self.groups > 1 else None, self.groups, -1)
 
     @functools.cached_property
-    def shapes(self) -> dict[Path, tuple[int, ...]]:
+    def shapes(self) -> dict[ParamPath, tuple[int, ...]]:
         """Shapes of a device's part of the parameters in mesh layout, by path."""
         mesh, specs = self.layout.config.mesh, jax.tree.leaves(self.layout.specs())
         sizes, found = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}, {}
@@ -74,7 +76,7 @@ class GroupExchange:
             found[names(path)] = tuple(n // math.prod(sizes[a] for a in some) for n, some in zip(x.shape, axes))
         return found
 
-    def part_shapes(self, fragment: int) -> dict[Path, tuple[int, ...]]:
+    def part_shapes(self, fragment: int) -> dict[ParamPath, tuple[int, ...]]:
         """Return the shapes of a device's part of a fragment, by path.
 
         Args:
@@ -87,11 +89,11 @@ class GroupExchange:
         return {path: (layers, *shape[1:]) if path[0] == LAYERS else shape for path, shape in part.items()}
 
     @functools.cached_property
-    def places(self) -> tuple[tuple[Place, ...], ...]:
+    def places(self) -> tuple[tuple[FragmentSlot, ...], ...]:
         """The kernels of each fragment that go through the reducer."""
         return tuple(tuple(self._coded(fragment)) for fragment in range(self.fragments.count))
 
-    def _coded(self, fragment: int) -> Iterator[Place]:
+    def _coded(self, fragment: int) -> Iterator[FragmentSlot]:
         """Yield the kernels of a fragment that go through the reducer."""
         ratio = self.layout.config.compress.min_ratio
         for path, shape in self.part_shapes(fragment).items():
@@ -175,7 +177,7 @@ class GroupExchange:
             arrays, cpu=lambda some: packed(over, some), default=lambda some: [over(x) for x in some]
         )
 
-    def _through_reducer(self, arrays: dict[Path, jax.Array], state: Any, fragment: int) -> Any:
+    def _through_reducer(self, arrays: dict[ParamPath, jax.Array], state: Any, fragment: int) -> Any:
         """Replace stacks of kernels by their means over groups, and return the reducer's next states.
 
         Args:
@@ -191,7 +193,7 @@ class GroupExchange:
         here = slice(before, before + len(places))
         some = [arrays[path][place] for path, place in places]
         means, states[here], _ = mean(reducer, states[here], some, [self.shard] * len(some))
-        by_path: dict[Path, list[jax.Array]] = {}
+        by_path: dict[ParamPath, list[jax.Array]] = {}
         for (path, _), x in zip(places, means, strict=True):
             by_path.setdefault(path, []).append(x)
         arrays |= {path: jnp.stack(rows) for path, rows in by_path.items()}

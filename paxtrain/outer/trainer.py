@@ -33,7 +33,7 @@ from compress.codec import codec_name
 from paxtrain.config import Config
 from paxtrain.outer.exchange import GROUP, GroupExchange
 from paxtrain.outer.fragments import LAYERS
-from paxtrain.parallel.compression.settled import State
+from paxtrain.parallel.compression.settled import CodecStates
 from paxtrain.parallel.layout import Params, is_spec, names
 from paxtrain.parallel.mesh import AXES
 from paxtrain.parallel.step import CODEC_SPEC, Trainer, TrainState
@@ -171,7 +171,7 @@ class GroupedTrainer(Trainer):
         """Return a tree with a leading dim of groups, which are all equal."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.groups, *jnp.shape(x))), tree)
 
-    def _first_codec(self) -> State:
+    def _first_codec(self) -> CodecStates:
         mesh = self.config.mesh
         every = (self.groups, mesh.data, mesh.pipe, mesh.tensor)
         outer = jax.tree.map(lambda x: jnp.broadcast_to(x, (*every, *jnp.shape(x))), self.exchange.init())

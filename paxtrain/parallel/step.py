@@ -29,7 +29,7 @@ from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.parallel import compiler_options, gradients, muon
 from paxtrain.parallel.compression.named import settle_implementation
-from paxtrain.parallel.compression.settled import Compression, State
+from paxtrain.parallel.compression.settled import CodecStates, Compression
 from paxtrain.parallel.layout import Layout, Params, is_spec
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
 from paxtrain.parallel.reduction import DataReduction
@@ -64,7 +64,7 @@ class TrainState:
     skipped: jax.Array
     params: Params
     optimizer: optax.OptState
-    codec: State
+    codec: CodecStates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Trainer:
     def _sum_loss(self, loss: jax.Array) -> jax.Array:
         return lax.psum(loss, ("data", "pipe")) / self.config.mesh.data
 
-    def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: State) -> tuple:
+    def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: CodecStates) -> tuple:
         """Return one device's results for `loss_and_gradients`, before they are assembled to global arrays."""
         table, compression = self.schedule, self.compression
         codec = jax.tree.map(lambda x: x[0, 0, 0], codec)
@@ -356,8 +356,8 @@ class Trainer:
         return self._sum_loss(loss), reduced.gradients, codec, reduced.left_out[None]
 
     def loss_and_gradients(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None = None, codec: State | None = None
-    ) -> tuple[jax.Array, Params, State, jax.Array]:
+        self, params: Params, tokens: jax.Array, key: jax.Array | None = None, codec: CodecStates | None = None
+    ) -> tuple[jax.Array, Params, CodecStates, jax.Array]:
         """Return the mean loss over the global batch and its gradients. Traceable.
 
         Args:
@@ -388,7 +388,7 @@ class Trainer:
 
     @jax.named_scope("optimizer")
     def update(
-        self, state: TrainState, loss: jax.Array, grads: Params, codec: State
+        self, state: TrainState, loss: jax.Array, grads: Params, codec: CodecStates
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Clip the gradients and apply the optimizer. Traceable.
 
@@ -410,7 +410,7 @@ class Trainer:
         return self._apply(state, loss, grads, self.norm(grads), codec)
 
     def _apply(
-        self, state: TrainState, loss: jax.Array, grads: Params, norm: jax.Array, codec: State
+        self, state: TrainState, loss: jax.Array, grads: Params, norm: jax.Array, codec: CodecStates
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return what `update` returns, given the norm of the gradients. No collective is in here."""
         c = self.config

@@ -7,7 +7,7 @@ import jax
 from compress.codec import State, Tree, Wire
 from paxtrain.pipeline.program import Weights
 
-Cell = dict[str, jax.Array]  # one stage's columns of a row of the table
+StageRow = dict[str, jax.Array]  # one stage's columns of a row of the table
 
 
 class Carry(NamedTuple):

@@ -14,7 +14,7 @@ from jax import lax
 
 from compress.codec import State, Tree
 from paxtrain.model.transformer import Params
-from paxtrain.pipeline.program import Close, Layers, Place, Step, Weights, layers_of
+from paxtrain.pipeline.program import Close, Layers, LayerStep, Place, Weights, layers_of
 from paxtrain.pipeline.rings import read, write_front
 from paxtrain.pipeline.stage import Stage
 
@@ -42,7 +42,7 @@ class Reduction(Protocol):
 
 
 def close_layers(
-    stage: Stage, chunk: int, x: Tree, totals: list[Layers], step: Step, close: Close, backward: bool
+    stage: Stage, chunk: int, x: Tree, totals: list[Layers], step: LayerStep, close: Close, backward: bool
 ) -> tuple[Tree, list[Layers], list[State]]:
     """Run a step of each layer of a chunk and reduce each layer's gradient behind it.
 
@@ -86,7 +86,7 @@ def close_layers(
 
 
 def _scanned(
-    stage: Stage, chunk: int, number: int, x: Tree, total: Tree, step: Step, close: Close, backward: bool
+    stage: Stage, chunk: int, number: int, x: Tree, total: Tree, step: LayerStep, close: Close, backward: bool
 ) -> tuple[Tree, Tree]:
     """Run a scanned segment as `close_layers` does: each turn reduces the gradient of the layer before."""
     count = stage.program.segments[number].count

@@ -12,11 +12,11 @@ from jax import lax
 
 T = TypeVar("T")  # a pytree of arrays
 # The stages' axis, or (data, pipe) if messages of each data rank are named apart.
-Axis: TypeAlias = str | tuple[str, str]
+MeshAxes: TypeAlias = str | tuple[str, str]
 Pairs: TypeAlias = tuple[tuple[int, int], ...]  # (sender, receiver) positions on an axis
 
 
-def position(axis: Axis) -> jax.Array:
+def position(axis: MeshAxes) -> jax.Array:
     """Return this device's position on an axis, int32 []; on two axes their index, row-major."""
     if isinstance(axis, str):
         return lax.axis_index(axis)
@@ -24,7 +24,7 @@ def position(axis: Axis) -> jax.Array:
     return lax.axis_index(major) * lax.axis_size(minor) + lax.axis_index(minor)
 
 
-def stage_pairs(axis: Axis, pairs: Pairs) -> Pairs:
+def stage_pairs(axis: MeshAxes, pairs: Pairs) -> Pairs:
     """Return pairs of positions as pairs of stages, each once."""
     if isinstance(axis, str):
         return pairs
@@ -32,7 +32,7 @@ def stage_pairs(axis: Axis, pairs: Pairs) -> Pairs:
     return tuple(dict.fromkeys((sender % stages, receiver % stages) for sender, receiver in pairs))
 
 
-def permute(x: T, axis: Axis, pairs: Pairs) -> T:
+def permute(x: T, axis: MeshAxes, pairs: Pairs) -> T:
     """Permute a tree's leaves over an axis, as `lax.ppermute` does, on a real or a virtual mesh.
 
     Args:

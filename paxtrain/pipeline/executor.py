@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress.codec import Codec, Identity
-from paxtrain.pipeline.carry import Carry, Cell, Mail
+from paxtrain.pipeline.carry import Carry, Mail, StageRow
 from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
 from paxtrain.pipeline.collectives import permute, position
 from paxtrain.pipeline.messages import among, send
@@ -125,7 +125,7 @@ class Rows:
         # Without an order XLA runs parts of the next rows ahead, and keeps in memory what they make.
         return lax.optimization_barrier(carry) if self.masked else carry
 
-    def _plain_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+    def _plain_row(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         """Run a row of a masked schedule whose gradients travel as they are."""
         mail = Mail(self._gradients_travel(carry, kind), None)
         carry, received = self._gradients_arrive(carry, cell, kind, mail)
@@ -133,7 +133,7 @@ class Rows:
         carry = self._activations_travel(carry, cell, kind)
         return self._run_backward(carry, cell, kind, received)
 
-    def _compressed_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+    def _compressed_row(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         """Run a row of a masked schedule in which some gradients travel compressed: they are decoded behind F."""
         plain = self._gradients_travel(carry, kind)
         carry, wire = self._send("backward", carry, cell, kind.receive_compressed)
@@ -144,7 +144,7 @@ class Rows:
         carry = self._activations_travel(carry, cell, kind)
         return self._run_backward(carry, cell, kind, received)
 
-    def _row_over_messages(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+    def _row_over_messages(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         """Run a row whose idle stages skip: gradients are awaited behind F and W, activations behind B."""
         carry, mail = self._all_gradients_travel(carry, cell, kind)
         carry = self._run_forward(carry, cell, kind)
@@ -157,7 +157,7 @@ class Rows:
             carry, received = self._gradients_arrive(carry._replace(output=output, grads=grads), cell, kind, mail)
         return self._run_backward(carry, cell, kind, received)
 
-    def _row_along_messages(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+    def _row_along_messages(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         """Run a row whose messages, made in the row before, travel under all of its ops."""
         carry, mail = self._all_gradients_travel(carry, cell, kind)
         carry, wire = self._activations_leave(carry, cell, kind)
@@ -172,7 +172,7 @@ class Rows:
             carry, _ = self._gradients_arrive(carry, cell, kind, mail)
         return self._activations_arrive(carry, wire, cell, kind)
 
-    def _row_behind_messages(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+    def _row_behind_messages(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         """Run a row for devices that wait for transfers: the messages of the row before come first."""
         carry, mail = self._all_gradients_travel(carry, cell, kind)
         received = None
@@ -195,7 +195,7 @@ class Rows:
         with jax.named_scope("send_backward"):
             return permute(carry.gradient_out, self.program.axis, kind.receive)
 
-    def _all_gradients_travel(self, carry: Carry, cell: Cell, kind: RowKind) -> tuple[Carry, Mail | None]:
+    def _all_gradients_travel(self, carry: Carry, cell: StageRow, kind: RowKind) -> tuple[Carry, Mail | None]:
         """Send all gradients, in both ways; None if there are none."""
         pairs, wire = kind.receive_compressed, None
         if not (kind.receive or pairs):
@@ -205,7 +205,7 @@ class Rows:
             carry, wire = self._send("backward", carry, cell, pairs)
         return carry, Mail(plain, wire)
 
-    def _gradients_arrive(self, carry: Carry, cell: Cell, kind: RowKind, mail: Mail) -> tuple[Carry, Any]:
+    def _gradients_arrive(self, carry: Carry, cell: StageRow, kind: RowKind, mail: Mail) -> tuple[Carry, Any]:
         """Return the gradients that have come, decoded, and the carry with them in their slot if there is a ring."""
         received = mail.plain
         if kind.receive_compressed:
@@ -219,32 +219,32 @@ class Rows:
             carry = carry._replace(gradients=write(carry.gradients, (cell["gradient_arrival_slot"],), received))
         return carry, received
 
-    def _run_forward(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+    def _run_forward(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         for chunk in kind.forward:
             carry = self._forward(carry, cell, chunk, kind)
         return carry
 
-    def _run_weights(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+    def _run_weights(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         for chunk in kind.weights:
             carry = self._weights(carry, cell, chunk, kind)
         return carry
 
-    def _activations_travel(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+    def _activations_travel(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         return self._activations_arrive(*self._activations_leave(carry, cell, kind), cell=cell, kind=kind)
 
-    def _activations_leave(self, carry: Carry, cell: Cell, kind: RowKind) -> tuple[Carry, Any]:
+    def _activations_leave(self, carry: Carry, cell: StageRow, kind: RowKind) -> tuple[Carry, Any]:
         if not kind.send:
             return carry, None
         return self._send("forward", carry, cell, kind.send)
 
-    def _activations_arrive(self, carry: Carry, wire: Any, cell: Cell, kind: RowKind) -> Carry:
+    def _activations_arrive(self, carry: Carry, wire: Any, cell: StageRow, kind: RowKind) -> Carry:
         if not kind.send:
             return carry
         arrived = self._decode("forward", wire)
         ringed = self.buffers.activation_depth
         return carry._replace(inbox=write(carry.inbox, (cell["arrival_slot"],), arrived) if ringed else arrived)
 
-    def _run_backward(self, carry: Carry, cell: Cell, kind: RowKind, received: Any) -> Carry:
+    def _run_backward(self, carry: Carry, cell: StageRow, kind: RowKind, received: Any) -> Carry:
         if not kind.backward:
             return carry
         if self.buffers.gradient_depth:
@@ -260,7 +260,7 @@ class Rows:
     # --- Their parts --------------------------------------------------------------------------------------------------
 
     @jax.named_scope("forward")
-    def _forward(self, carry: Carry, cell: Cell, chunk: int, kind: RowKind) -> Carry:
+    def _forward(self, carry: Carry, cell: StageRow, chunk: int, kind: RowKind) -> Carry:
         stage, train = self.stage, self.train
         active = (cell["forward_valid"] == 1) & (cell["forward_chunk"] == chunk)
         inbox = read(carry.inbox, (cell["input_slot"],)) if self.buffers.activation_depth else carry.inbox
@@ -281,7 +281,7 @@ class Rows:
         return carry
 
     @jax.named_scope("head")
-    def _head(self, carry: Carry, cell: Cell, active: jax.Array) -> Carry:
+    def _head(self, carry: Carry, cell: StageRow, active: jax.Array) -> Carry:
         stage, y = self.stage, carry.output
         if not self.train:
             loss = only_if(active, lambda loss: loss + stage.loss(cell["forward"], y), carry.loss)
@@ -300,7 +300,7 @@ class Rows:
         return carry._replace(loss=loss, gradients=gradients, grads=grads)
 
     @jax.named_scope("backward")
-    def _backward(self, carry: Carry, cell: Cell, g: jax.Array, chunk: int, kind: RowKind) -> Carry:
+    def _backward(self, carry: Carry, cell: StageRow, g: jax.Array, chunk: int, kind: RowKind) -> Carry:
         stage, splits = self.stage, self.program.splits
         active = (cell["backward_valid"] == 1) & (cell["backward_chunk"] == chunk)
         ring, slot = carry.residuals, (cell["backward_slot"],)
@@ -332,7 +332,7 @@ class Rows:
         return carry
 
     @jax.named_scope("backward")
-    def _weights(self, carry: Carry, cell: Cell, chunk: int, kind: RowKind) -> Carry:
+    def _weights(self, carry: Carry, cell: StageRow, chunk: int, kind: RowKind) -> Carry:
         active = (cell["weights_valid"] == 1) & (cell["weights_chunk"] == chunk)
         ring, slot = carry.residuals, (cell["weights_slot"],)
 
@@ -347,7 +347,9 @@ class Rows:
         grads, ring = lax.optimization_barrier((grads, ring))
         return carry._replace(grads=grads, residuals=ring, reduced=reduced)
 
-    def _run(self, op: str, cell: Cell, kind: RowKind, active: jax.Array, body: Callable[[Any], Any], part: Any) -> Any:
+    def _run(
+        self, op: str, cell: StageRow, kind: RowKind, active: jax.Array, body: Callable[[Any], Any], part: Any
+    ) -> Any:
         """Return body(part), for F or B on this stage or also on idle ones.
 
         Args:
@@ -378,7 +380,7 @@ class Rows:
         assert self.reduction
         return close_rest(chunk, grads, close, self.reduction.rest(self.closing, grads, states[-1]))
 
-    def _send(self, direction: str, carry: Carry, cell: Cell, pairs: tuple[Pair, ...]) -> tuple[Carry, Any]:
+    def _send(self, direction: str, carry: Carry, cell: StageRow, pairs: tuple[Pair, ...]) -> tuple[Carry, Any]:
         """Send a message through a direction's codec, whose states are per chunk; return also the wire that arrives."""
         name, message = {"backward": ("message", carry.gradient_out), "forward": ("output", carry.output)}[direction]
         states, codec = carry.links, getattr(self.links, direction)

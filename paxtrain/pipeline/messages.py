@@ -13,7 +13,7 @@ from jax import lax
 
 from compress.codec import Codec
 from compress.collectives import joined, parted
-from paxtrain.pipeline.collectives import Axis, Pairs, permute, stage_pairs
+from paxtrain.pipeline.collectives import MeshAxes, Pairs, permute, stage_pairs
 
 
 def among(index: jax.Array, stages: tuple[int, ...]) -> jax.Array:
@@ -21,7 +21,7 @@ def among(index: jax.Array, stages: tuple[int, ...]) -> jax.Array:
     return jnp.isin(index, jnp.array(stages))
 
 
-def _cross(wire: Any, axis: Axis, pairs: Pairs) -> Any:
+def _cross(wire: Any, axis: MeshAxes, pairs: Pairs) -> Any:
     """Permute a wire's arrays in one message, because each message waits for the link's latency.
 
     XLA for GPUs joins the permutes of several arrays; XLA for CPUs does not, so there the arrays are joined first.
@@ -58,7 +58,7 @@ class StageCrossing:
         positions: (sender, receiver) positions on the axis.
     """
 
-    axis: Axis
+    axis: MeshAxes
     index: jax.Array
     positions: Pairs
 
@@ -84,7 +84,7 @@ def send(
     codec: Codec,
     state: Any,
     x: jax.Array,
-    axis: Axis,
+    axis: MeshAxes,
     index: jax.Array,
     pairs: Pairs,
     leaves: jax.Array | None = None,

@@ -10,8 +10,8 @@ from compress.codec import State, Tree
 from paxtrain.config import ModelConfig
 from paxtrain.model.tensor_parallel import Group
 from paxtrain.model.transformer import Params
-from paxtrain.pipeline.collectives import Axis
-from paxtrain.pipeline.rings import Index
+from paxtrain.pipeline.collectives import MeshAxes
+from paxtrain.pipeline.rings import RingIndex
 
 # A segment's weights, or their accumulators: a list of its layers' trees, or one stacked tree if it is scanned.
 Layers: TypeAlias = list[Params] | Params
@@ -83,7 +83,7 @@ class Program:
     data: str | None = None
 
     @property
-    def axis(self) -> Axis:
+    def axis(self) -> MeshAxes:
         """Axis on which the rows name positions: of the stages, or of every data rank's stages."""
         assert self.pipe, "one stage has no rows with messages"
         return self.pipe if self.data is None else (self.data, self.pipe)
@@ -111,7 +111,7 @@ class Place(NamedTuple):
     number: jax.Array
     segment: int
     layer: int | jax.Array
-    at: Index
+    at: RingIndex
 
     def of(self, parts: list[Tree]) -> Tree:
         """Return the part that holds this layer.
@@ -123,7 +123,7 @@ class Place(NamedTuple):
 
 
 # A step of one layer: (place, weights, x, part) -> (x, part).
-Step = Callable[[Place, Params, Tree, Tree], tuple[Tree, Tree]]
+LayerStep = Callable[[Place, Params, Tree, Tree], tuple[Tree, Tree]]
 
 
 class Close(NamedTuple):

@@ -20,7 +20,7 @@ from paxtrain.model.transformer import Params
 # Equations that only call a jaxpr.
 _CALLS = ("jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call")
 
-Values = dict[core.Var, jax.Array]
+JaxprEnv = dict[core.Var, jax.Array]
 Atom = core.Var | core.Literal
 
 
@@ -113,12 +113,12 @@ class SplitVjp:
         return inlined(backward, flat, barriers)
 
 
-def value(values: Values, atom: Atom) -> jax.Array:
+def value(values: JaxprEnv, atom: Atom) -> jax.Array:
     """Return the value of an atom."""
     return atom.val if isinstance(atom, core.Literal) else values[atom]
 
 
-def run(equations: Iterable[core.JaxprEqn], values: Values, barriers: bool = False) -> None:
+def run(equations: Iterable[core.JaxprEqn], values: JaxprEnv, barriers: bool = False) -> None:
     """Evaluate equations in order, calls equation by equation, and add their results to `values`.
 
     Args:
@@ -217,7 +217,7 @@ class WeightProducts:
         self.numbers = tuple(self._products)
         self.rest = [equation for i, equation in enumerate(equations) if i not in skipped]
 
-    def add(self, number: int, values: Values, total: jax.Array) -> jax.Array:
+    def add(self, number: int, values: JaxprEnv, total: jax.Array) -> jax.Array:
         """Return an accumulator with a product added.
 
         Args:
@@ -261,7 +261,7 @@ class AddingBackward:
             totals: accumulators of the weights' gradients.
         """
         inputs = [*self._constants, *jax.tree.leaves(weights), *kept, g]
-        values: Values = dict(zip(self._inputs, inputs, strict=True))
+        values: JaxprEnv = dict(zip(self._inputs, inputs, strict=True))
         run(self._products.rest, values)
         leaves, structure = jax.tree.flatten(totals)
         for number, total in enumerate(leaves):

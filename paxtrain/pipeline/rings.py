@@ -9,11 +9,11 @@ from jax import lax
 
 from compress.codec import Tree
 
-Index = tuple[jax.Array | int, ...]
+RingIndex = tuple[jax.Array | int, ...]
 T = TypeVar("T")  # a pytree of arrays
 
 
-def read(ring: T, index: Index) -> T:
+def read(ring: T, index: RingIndex) -> T:
     """Return ring[index] of every leaf; an empty index means the whole leaf."""
 
     def read_leaf(r: jax.Array) -> jax.Array:
@@ -23,7 +23,7 @@ def read(ring: T, index: Index) -> T:
     return jax.tree.map(read_leaf, ring) if index else ring
 
 
-def write(ring: T, index: Index, value: Tree) -> T:
+def write(ring: T, index: RingIndex, value: Tree) -> T:
     """Return the ring after ring[index] = value, in place if XLA can.
 
     Args:
@@ -39,7 +39,7 @@ def write(ring: T, index: Index, value: Tree) -> T:
     return jax.tree.map(write_leaf, ring, value) if index else value
 
 
-def write_front(ring: T, index: Index, value: Tree) -> T:
+def write_front(ring: T, index: RingIndex, value: Tree) -> T:
     """Return the ring after `write` of values that fill only the front of their slot.
 
     Args:
@@ -57,7 +57,7 @@ def write_front(ring: T, index: Index, value: Tree) -> T:
     return jax.tree.map(write_leaf, ring, value)
 
 
-def write_some(ring: T, index: Index, values: dict[int, jax.Array]) -> T:
+def write_some(ring: T, index: RingIndex, values: dict[int, jax.Array]) -> T:
     """Return the ring after `write` to some of its leaves.
 
     Args:
@@ -75,7 +75,7 @@ def add(total: T, delta: Tree) -> T:
     return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, delta)
 
 
-def add_some(total: T, index: Index, deltas: dict[int, jax.Array]) -> T:
+def add_some(total: T, index: RingIndex, deltas: dict[int, jax.Array]) -> T:
     """Return the total with deltas added to some of its leaves.
 
     Args:

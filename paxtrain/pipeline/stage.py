@@ -9,9 +9,9 @@ from jax import lax
 from compress.codec import State, Tree
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Dropout, Params
-from paxtrain.pipeline.program import Close, Layers, Place, Program, Step, Weights, layers_of
+from paxtrain.pipeline.program import Close, Layers, LayerStep, Place, Program, Weights, layers_of
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
-from paxtrain.pipeline.rings import Index, add, add_some, always, only_if, read, write, write_some
+from paxtrain.pipeline.rings import RingIndex, add, add_some, always, only_if, read, write, write_some
 from paxtrain.pipeline.split_backward import SplitBackward
 
 # A segment's residuals: a list of its layers' leaves, or one list of stacked leaves if it is scanned.
@@ -139,7 +139,7 @@ class Stage:
         )
 
     def _each_layer(
-        self, chunk: int, x: Tree, parts: list[Tree], step: Step, backward: bool = False
+        self, chunk: int, x: Tree, parts: list[Tree], step: LayerStep, backward: bool = False
     ) -> tuple[Tree, list[Tree]]:
         """Run a step of each layer of a chunk, and return x and the layers' parts after it.
 
@@ -178,7 +178,7 @@ class Stage:
         return Place(own, number, layer, (layer,)), weights
 
     def run_segment(
-        self, chunk: int, number: int, x: Tree, part: Tree, step: Step, backward: bool
+        self, chunk: int, number: int, x: Tree, part: Tree, step: LayerStep, backward: bool
     ) -> tuple[Tree, Tree]:
         """Run a step of each layer of one segment, and return x and the segment's part after it.
 
@@ -207,7 +207,7 @@ class Stage:
         return (only_if if segment.optional else always)(layers[0] >= 0, unrolled, (x, part))
 
     def _run_layers(
-        self, chunk: int, mb: jax.Array, x: jax.Array, residuals: list[Residuals], slot: Index
+        self, chunk: int, mb: jax.Array, x: jax.Array, residuals: list[Residuals], slot: RingIndex
     ) -> tuple[jax.Array, list[Residuals]]:
         rest = self._dropout(mb), self._documents(mb)
 
@@ -217,7 +217,9 @@ class Stage:
 
         return self._each_layer(chunk, x, residuals, step)
 
-    def forward(self, chunk: int, mb: jax.Array, x: jax.Array, residuals: Ring, slot: Index) -> tuple[jax.Array, Ring]:
+    def forward(
+        self, chunk: int, mb: jax.Array, x: jax.Array, residuals: Ring, slot: RingIndex
+    ) -> tuple[jax.Array, Ring]:
         """Run F of a chunk.
 
         Args:
@@ -257,7 +259,7 @@ class Stage:
         return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
     def _accumulate(
-        self, chunk: int, x: Tree, grads: Weights, step: Step, backward: bool, close: Close | None
+        self, chunk: int, x: Tree, grads: Weights, step: LayerStep, backward: bool, close: Close | None
     ) -> tuple[Tree, Weights, list[State]]:
         """Run a step of each layer over the accumulators; return also the states of `close`."""
         totals = grads.chunks[chunk]
@@ -273,7 +275,7 @@ class Stage:
         chunk: int,
         mb: jax.Array,
         residuals: Ring,
-        slot: Index,
+        slot: RingIndex,
         g: jax.Array,
         grads: Weights,
         scratch: list[Residuals] | tuple[()],
@@ -312,7 +314,7 @@ class Stage:
         return g, grads, scratch, states
 
     def input_gradient(
-        self, chunk: int, residuals: list[Residuals], slot: Index, g: jax.Array, grads: Weights
+        self, chunk: int, residuals: list[Residuals], slot: RingIndex, g: jax.Array, grads: Weights
     ) -> tuple[jax.Array, Weights, list[Residuals]]:
         """Run B of a chunk whose W comes later.
 
@@ -343,7 +345,7 @@ class Stage:
         return g, _with_chunk(grads, chunk, list(totals)), list(residuals)
 
     def weight_gradients(
-        self, chunk: int, residuals: list[Residuals], slot: Index, grads: Weights, close: Close | None = None
+        self, chunk: int, residuals: list[Residuals], slot: RingIndex, grads: Weights, close: Close | None = None
     ) -> tuple[Weights, list[State]]:
         """Run W of a chunk. Return the accumulators with its matrices' gradients added, and the states of `close`.
 

@@ -14,7 +14,7 @@ from paxtrain import files
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 
-Record = dict[str, Any]  # a line of the metrics: its "step", and scalars by name
+MetricsLine = dict[str, Any]  # a line of the metrics: its "step", and scalars by name
 FILE = "metrics.jsonl"
 VALIDATION = "validation_loss"
 _HUGE = 1e300  # above all scalars; some integers in JSON are too large for a float
@@ -53,7 +53,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _parse(line: str) -> Record | None:
+def _parse(line: str) -> MetricsLine | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -64,7 +64,7 @@ def _parse(line: str) -> Record | None:
     return record if all(isinstance(value, int | float) and abs(value) < _HUGE for value in numbers) else None
 
 
-def read(path: str | pathlib.Path) -> list[Record]:
+def read(path: str | pathlib.Path) -> list[MetricsLine]:
     """Return the records of a metrics.jsonl in the order of its lines, without lines that a crash cut short.
 
     Raises:
@@ -82,13 +82,13 @@ def validation_loss(part: str) -> str:
     return f"{VALIDATION}/{part}" if part else VALIDATION
 
 
-def validation_names(records: Iterable[Record]) -> list[str]:
+def validation_names(records: Iterable[MetricsLine]) -> list[str]:
     """Return the names of the validation losses in records, in the order of their first appearance."""
     names = (name for record in records for name in record)
     return [name for name in dict.fromkeys(names) if name.split("/")[0] == VALIDATION]
 
 
-def validation_losses(records: list[Record], step: int) -> dict[str, float]:
+def validation_losses(records: list[MetricsLine], step: int) -> dict[str, float]:
     """Return the finite validation losses of a step, by name."""
     there = [record for record in records if record["step"] == step]
     return {n: r[n] for r in there for n in validation_names([r]) if r[n] is not None}

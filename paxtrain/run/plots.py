@@ -46,13 +46,13 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return (total[index + right + 1] - total[index - left]) / (left + right + 1)
 
 
-def _series(records: list[metrics.Record], name: str) -> tuple[np.ndarray, np.ndarray]:
+def _series(records: list[metrics.MetricsLine], name: str) -> tuple[np.ndarray, np.ndarray]:
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps), np.array(values, dtype=float)
 
 
-def _draw_validation(axes: Axes, records: list[metrics.Record], name: str, color: str) -> None:
+def _draw_validation(axes: Axes, records: list[metrics.MetricsLine], name: str, color: str) -> None:
     steps, losses = _series(records, name)
     if not steps.size:
         return
@@ -70,7 +70,7 @@ def _draw_validation(axes: Axes, records: list[metrics.Record], name: str, color
     )
 
 
-def _draw_losses(axes: Axes, records: list[metrics.Record]) -> None:
+def _draw_losses(axes: Axes, records: list[metrics.MetricsLine]) -> None:
     steps, losses = _series(records, "loss")
     if steps.size:
         window = 2 * min(25, steps.size // 40) + 1

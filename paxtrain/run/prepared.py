@@ -32,7 +32,7 @@ from paxtrain.run.checkpoint_record import Meta
 from paxtrain.run.run_lock import RunLock
 from paxtrain.tables import table
 
-Program = tuple[Ranks, int | None]  # what a step's program depends on: ranks over data, and the exchange under it
+ProgramKey = tuple[Ranks, int | None]  # what a step's program depends on: ranks over data, and the exchange under it
 
 
 class PreparedRun:
@@ -92,7 +92,7 @@ class PreparedRun:
         self._ranks: StageRanks | None = None
         self._reset = ""  # the reason why the compression's state starts anew instead of from the checkpoint
         self._timetable = Timetable(config.outer, config.run.steps) if config.outer.every else None
-        self._steps: dict[Program, jax.stages.Compiled] = {}
+        self._steps: dict[ProgramKey, jax.stages.Compiled] = {}
         self.shape = self.trainer.abstract_batch().shape
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
         # Rows of the batch that hold the same sample read it once.
@@ -307,7 +307,7 @@ class PreparedRun:
                 "before it, or steps from it on"
             )
 
-    def _program(self, number: int) -> Program:
+    def _program(self, number: int) -> ProgramKey:
         """Return what the program of the step of a number depends on."""
         return self.ranks.at(number), self._timetable.under(number) if self._timetable else None
 

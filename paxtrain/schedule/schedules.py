@@ -224,7 +224,7 @@ def _from_file(path: str) -> ScheduleSpec:
     )
 
 
-class _Specs(dict[str, ScheduleSpec]):
+class _ScheduleSpecs(dict[str, ScheduleSpec]):
     """The schedules by name. Those of `outside` are made when they are first looked up."""
 
     def __missing__(self, name: str) -> ScheduleSpec:
@@ -261,7 +261,7 @@ def between_ends(most: int) -> str:
     return f"{FAMILY}{most}"
 
 
-SPECS: dict[str, ScheduleSpec] = _Specs(
+SPECS: dict[str, ScheduleSpec] = _ScheduleSpecs(
     {
         "eager_1f1b": ScheduleSpec(
             ops=_eager_1f1b,

@@ -19,7 +19,7 @@ from paxtrain.schedule.row_layout import Op
 from paxtrain.schedule.table import Schedule
 
 _CELL = re.compile(r"(\d{1,7})([FBIW])(\d{1,7})", re.ASCII)
-Key = tuple[str, int, int]  # phase, virtual stage, micro-batch
+OpKey = tuple[str, int, int]  # phase, virtual stage, micro-batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Orders:
         return np.array([max(np.cumsum(some)) for some in steps])
 
 
-def _cells(path: pathlib.Path) -> list[list[tuple[str, Key]]]:
+def _cells(path: pathlib.Path) -> list[list[tuple[str, OpKey]]]:
     """Return (place, op) of the cells of each line that has any; I is B, as in `Schedule`."""
     try:
         lines = list(csv.reader(path.read_text().splitlines()))
@@ -57,7 +57,7 @@ def _cells(path: pathlib.Path) -> list[list[tuple[str, Key]]]:
         ) from None
     found = []
     for number, line in enumerate(lines, 1):
-        ops: list[tuple[str, Key]] = []
+        ops: list[tuple[str, OpKey]] = []
         for column, cell in enumerate(line, 1):
             text, place = cell.strip(), f"{path}, line {number}, cell {column}"
             match = _CELL.fullmatch(text)
@@ -72,10 +72,10 @@ def _cells(path: pathlib.Path) -> list[list[tuple[str, Key]]]:
     return found
 
 
-def _check_complete(path: pathlib.Path, lines: list[list[tuple[str, Key]]]) -> tuple[int, int, bool]:
+def _check_complete(path: pathlib.Path, lines: list[list[tuple[str, OpKey]]]) -> tuple[int, int, bool]:
     """Return the numbers of chunks and micro-batches and whether the backward is split; every op is there once."""
     stages = len(lines)
-    where: dict[Key, str] = {}
+    where: dict[OpKey, str] = {}
     keys = [key for line in lines for _, key in line]
     virtual, micro_batches = max(q for _, q, _ in keys) + 1, max(mb for *_, mb in keys) + 1
     if virtual % stages:
@@ -100,12 +100,12 @@ def _check_complete(path: pathlib.Path, lines: list[list[tuple[str, Key]]]) -> t
     return virtual // stages, micro_batches, splits
 
 
-def _check_order(lines: list[list[tuple[str, Key]]], last: int) -> None:
+def _check_order(lines: list[list[tuple[str, OpKey]]], last: int) -> None:
     """Require that every op comes behind what it needs, whatever the other lines do."""
     queues = [list(line) for line in lines]
-    done: set[Key] = set()
+    done: set[OpKey] = set()
 
-    def needs(key: Key) -> list[Key]:
+    def needs(key: OpKey) -> list[OpKey]:
         phase, q, mb = key
         backward = "B" if ("B", q, mb) in keys else "I"
         if phase == "F":

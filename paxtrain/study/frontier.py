@@ -60,7 +60,7 @@ POINTS = (
 )
 
 
-class Axis(NamedTuple):
+class FrontierAxis(NamedTuple):
     """An axis of the frontier: the messages that travel on it, and the place of their codec.
 
     Attributes:
@@ -75,9 +75,9 @@ class Axis(NamedTuple):
 
 
 AXES = {
-    "between": Axis("backward", ("backward",), "gradients between stages"),
-    "data": Axis("data", ("reduce-scatter", "all-reduce"), "gradients over data"),
-    "activations": Axis("forward", ("forward",), "activations between stages"),
+    "between": FrontierAxis("backward", ("backward",), "gradients between stages"),
+    "data": FrontierAxis("data", ("reduce-scatter", "all-reduce"), "gradients over data"),
+    "activations": FrontierAxis("forward", ("forward",), "activations between stages"),
 }
 DEFAULT_AXES = ("between", "data")  # a third one takes half as long again
 RATES = (1, 10, 100)  # of links, Gbit/s

@@ -14,7 +14,7 @@ from matplotlib.transforms import Bbox
 
 from paxtrain.config import Config
 from paxtrain.run import plots
-from paxtrain.study.probe import Row
+from paxtrain.study.probe import CsvRow
 from paxtrain.study.report import KINDS, VariantResult, by_run, differences
 
 _COLORS = {
@@ -254,7 +254,7 @@ def _losses(runs: ResultsByName) -> Figure:
     return figure
 
 
-def _rows(group: Sequence[VariantResult], direction: str) -> list[Row]:
+def _rows(group: Sequence[VariantResult], direction: str) -> list[CsvRow]:
     """Return the error rows of a variant in one direction."""
     return [row for outcome in group for row in outcome.errors if row["direction"] == direction]
 

@@ -17,7 +17,7 @@ from paxtrain.study.programs import at_ranks
 from paxtrain.xla import traced
 from paxtrain.xla.traced import TracedCollective
 
-Row = dict[str, Any]  # a row of a CSV file: numbers and names by column
+CsvRow = dict[str, Any]  # a row of a CSV file: numbers and names by column
 BYTES = ("forward", "backward", "embedding", "all-reduce", "reduce-scatter", "all-gather")
 
 # Bytes that each of n ranks of a collective sends over a ring, in multiples of its operand's bytes.
@@ -193,7 +193,7 @@ def _outer(gradients: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.cumsum(rows(gradients).swapaxes(1, 2) @ rows(x), axis=0)
 
 
-def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[Row]:
+def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[CsvRow]:
     """Yield the error of each message and, for gradients, its effect on the gradients of weights.
 
     Lazy error propagation leaves the gradient of a linear layer's weights an error of sum e_i (x_{i+1} - x_i)^T, up to
@@ -227,7 +227,7 @@ def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[R
         yield row
 
 
-def link_errors(trainer: Trainer, codec: Any) -> list[Row]:
+def link_errors(trainer: Trainer, codec: Any) -> list[CsvRow]:
     """Return the rows of `message_errors` for all compressed messages of the last step.
 
     The rows also have direction, link and data_rank. Link k joins the stages k and k+1.

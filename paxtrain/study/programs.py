@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import jax
 
 from paxtrain.config.options import NO_OPTIONS
-from paxtrain.parallel.compression.settled import State
+from paxtrain.parallel.compression.settled import CodecStates
 from paxtrain.parallel.ranks import Ranks
 from paxtrain.parallel.step import Trainer, TrainState
 
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
 
-Step = Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def once(make: Callable[[_K], _V]) -> Callable[[_K], _V]:
@@ -59,7 +59,7 @@ def at_ranks(trainer: Trainer, ranks: Ranks) -> Trainer:
     return dataclasses.replace(trainer, config=config, stage_ranks=None)
 
 
-def first_codec(trainer: Trainer) -> Callable[[], State]:
+def first_codec(trainer: Trainer) -> Callable[[], CodecStates]:
     """Return the compiled first state of a run's compression; the rest of a first state is that of any run.
 
     Args:
@@ -68,7 +68,7 @@ def first_codec(trainer: Trainer) -> Callable[[], State]:
     return jax.jit(trainer.compression.init, out_shardings=trainer.state_shardings.codec).lower().compile()
 
 
-def on_dense(step: Step) -> Step:
+def on_dense(step: TrainStep) -> TrainStep:
     """Return a step of a run without compression over data as a step of a run that has its state already."""
 
     def run(state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[str, Any]]:

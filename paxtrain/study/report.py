@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from paxtrain.config import Config
-from paxtrain.study.probe import BYTES, Row
+from paxtrain.study.probe import BYTES, CsvRow
 
 PAGE = "study.md"
 
@@ -50,8 +50,8 @@ class VariantResult:
     bytes: dict[str, int]
     losses: list[float] = dataclasses.field(default_factory=list)
     validation: dict[int, float] = dataclasses.field(default_factory=dict)
-    errors: list[Row] = dataclasses.field(default_factory=list)
-    spectra: list[Row] = dataclasses.field(default_factory=list)
+    errors: list[CsvRow] = dataclasses.field(default_factory=list)
+    spectra: list[CsvRow] = dataclasses.field(default_factory=list)
     skipped: int = 0
 
     @property
@@ -98,7 +98,7 @@ def _mean(values: Iterable[float]) -> float:
 # --- Files of numbers -------------------------------------------------------------------------------------------------
 
 
-def _write_csv(path: pathlib.Path, rows: list[Row], columns: Sequence[str]) -> None:
+def _write_csv(path: pathlib.Path, rows: list[CsvRow], columns: Sequence[str]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
@@ -122,7 +122,7 @@ def write_csv(outcomes: list[VariantResult], out: pathlib.Path) -> None:
             )
     _write_csv(out / "study.csv", rows, list(rows[0]))
 
-    def each(rows_of: str) -> list[Row]:
+    def each(rows_of: str) -> list[CsvRow]:
         return [{"run": o.name, "seed": o.seed} | row for o in outcomes for row in getattr(o, rows_of)]
 
     errors = ("step", "direction", "link", "data_rank", "micro_batch", "relative_error", "weight_error", "cosine")

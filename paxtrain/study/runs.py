@@ -24,7 +24,7 @@ from paxtrain.process import compilation_cache
 from paxtrain.run import checkpoint
 from paxtrain.study import probe
 from paxtrain.study.finished import FinishedRuns, identity
-from paxtrain.study.programs import Step, at_ranks, first_codec, on_dense, once
+from paxtrain.study.programs import TrainStep, at_ranks, first_codec, on_dense, once
 from paxtrain.study.report import VariantResult
 from paxtrain.study.variants import Variant, variants
 
@@ -187,7 +187,7 @@ class Study:
         self._say(f"{variant.label}: {sum(sent.values()) / 1e3:.0f} kB a step on all links")
         return sent
 
-    def _step(self, trainer: Trainer, ranks: Ranks) -> Step:
+    def _step(self, trainer: Trainer, ranks: Ranks) -> TrainStep:
         """Return the compiled step of a variant with some ranks over data."""
         step = self._compiled(at_ranks(trainer, ranks))
         return step if any(ranks) else on_dense(step)
@@ -226,7 +226,7 @@ class Study:
             self._end(variant, outcome, f"after {time.perf_counter() - began:.0f} s")
         return [outcomes[seed] for seed in self.seeds]
 
-    def _run(self, variant: Variant, trainer: Trainer, step_of: Callable[[int], Step], seed: int) -> VariantResult:
+    def _run(self, variant: Variant, trainer: Trainer, step_of: Callable[[int], TrainStep], seed: int) -> VariantResult:
         """Train a variant with a seed.
 
         Args:

@@ -10,7 +10,7 @@ from paxtrain.errors import UserError
 from planner.cluster import array_file
 from planner.cluster.values import number, only, per_host
 
-_Where = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
+_LinkIndex = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
 
 
 def links_of(
@@ -96,7 +96,7 @@ def _classes(
     size, index = len(hosts), {name: i for i, name in enumerate(hosts)}
     alpha, bandwidth = np.empty((size, size)), np.empty((size, size))
 
-    def put(name: str, values: object, where: _Where, needed: bool = True) -> None:
+    def put(name: str, values: object, where: _LinkIndex, needed: bool = True) -> None:
         if not isinstance(values, dict):
             raise UserError(f"links.{name} must be an object with alpha and bandwidth, got {values!r}")
         if needed and not {"alpha", "bandwidth"} <= set(values):

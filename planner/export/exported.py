@@ -46,7 +46,7 @@ class Exported:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Ranks:
+class MeshRanks:
     """The ranks of a trainer: of each its position in the mesh and its device.
 
     Attributes:
@@ -109,7 +109,7 @@ class Ranks:
         return f"{command}, on each host; N is its line in hostfile, from 0 on"
 
 
-def ranks(plan: Plan, order: Sequence[str]) -> Ranks:
+def ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
     """Return the ranks of a plan.
 
     Args:
@@ -125,10 +125,10 @@ def ranks(plan: Plan, order: Sequence[str]) -> Ranks:
     per_host = plan.devices_per_host or mesh.devices
     names = plan.hosts or tuple(f"host{n}" for n in range(-(-mesh.devices // per_host)))
     positions = np.stack([x.transpose(turned).ravel() for x in index], axis=1)
-    return Ranks(positions, flat // per_host, flat % per_host, names, per_host)
+    return MeshRanks(positions, flat // per_host, flat % per_host, names, per_host)
 
 
-def best_order(plan: Plan, orders: Mapping[str, Sequence[str]]) -> tuple[str, Ranks]:
+def best_order(plan: Plan, orders: Mapping[str, Sequence[str]]) -> tuple[str, MeshRanks]:
     """Return the first of some orders in which a host's ranks follow each other, or the first if none is so.
 
     Args:

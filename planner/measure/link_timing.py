@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from planner.cluster.trunks import Trunks
 
-Pairs = list[tuple[int, int]]
+DevicePairs = list[tuple[int, int]]
 Branch = Callable[[int], None]  # runs the branch of that number and waits for it
 
 _AXIS = "device"
@@ -34,7 +34,7 @@ BACK_TO_BACK = 2  # large messages per measurement
 CALLS = 3  # measurements in a row; the quickest one counts
 
 
-def tournament(count: int) -> list[Pairs]:
+def tournament(count: int) -> list[DevicePairs]:
     """Return rounds of disjoint pairs in which every two of `count` meet once; if it is odd, one rests per round."""
     seats = [*range(count), *[None] * (count % 2)]
     rounds = []
@@ -47,7 +47,7 @@ def tournament(count: int) -> list[Pairs]:
     return rounds
 
 
-def sampled(rounds: list[Pairs], most: int, seed: int = 0) -> list[Pairs]:
+def sampled(rounds: list[DevicePairs], most: int, seed: int = 0) -> list[DevicePairs]:
     """Return a random sample of the rounds, of those with the most pairs first.
 
     Args:
@@ -62,7 +62,7 @@ def sampled(rounds: list[Pairs], most: int, seed: int = 0) -> list[Pairs]:
     return [rounds[i] for i in sorted(chosen)]
 
 
-def one_by_one(rounds: list[Pairs], trunks: Trunks) -> list[Pairs]:
+def one_by_one(rounds: list[DevicePairs], trunks: Trunks) -> list[DevicePairs]:
     """Return the rounds taken apart, so that in none two pairs send through the same trunk.
 
     Args:
@@ -71,7 +71,7 @@ def one_by_one(rounds: list[Pairs], trunks: Trunks) -> list[Pairs]:
     """
     found = []
     for number, pairs in enumerate(rounds):
-        parts: list[tuple[Pairs, set[int]]] = [([], set())]  # pairs, and the trunks that they take
+        parts: list[tuple[DevicePairs, set[int]]] = [([], set())]  # pairs, and the trunks that they take
         # The first part is the largest, so a sample has it. Its pair through a trunk should not always be host 0's.
         first = number % len(pairs)
         for a, b in (*pairs[first:], *pairs[:first]):
@@ -99,8 +99,8 @@ class Round:
     """
 
     kind: str
-    hosts: Pairs
-    devices: Pairs
+    hosts: DevicePairs
+    devices: DevicePairs
 
 
 def plan_rounds(hosts: int, per_host: int, most: int, trunks: Trunks | None = None) -> list[Round]:
@@ -139,7 +139,7 @@ class MessageTimes:
     back: list[float]
 
 
-def _flipped(pairs: Pairs) -> Pairs:
+def _flipped(pairs: DevicePairs) -> DevicePairs:
     return [(b, a) for a, b in pairs]
 
 
@@ -184,10 +184,10 @@ def _seconds(run: Branch, branch: int) -> float:
     return time.perf_counter() - began
 
 
-def _program(mesh: Mesh, branches: Sequence[tuple[Pairs, ...]], turns: int, size: int) -> Branch:
+def _program(mesh: Mesh, branches: Sequence[tuple[DevicePairs, ...]], turns: int, size: int) -> Branch:
     """Compile a program that runs the permutes of a branch in order, `turns` times, on `size` bytes per device."""
 
-    def branch(permutes: tuple[Pairs, ...]) -> Callable[[jax.Array], jax.Array]:
+    def branch(permutes: tuple[DevicePairs, ...]) -> Callable[[jax.Array], jax.Array]:
         def turn(_: int, x: jax.Array) -> jax.Array:
             for pairs in permutes:
                 x = lax.ppermute(x, _AXIS, pairs)

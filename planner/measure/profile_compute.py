@@ -15,7 +15,7 @@ from planner.measure.machines import Machines
 from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
 
-Row = dict[str, str | float]  # one row of the compute profile, as a cluster file has it
+ProfileRow = dict[str, str | float]  # one row of the compute profile, as a cluster file has it
 
 
 def tensor_sizes(config: Config, per_host: int, chosen: Sequence[int]) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ def tensor_sizes(config: Config, per_host: int, chosen: Sequence[int]) -> tuple[
 
 def compute_rows(
     machines: Machines, config: Config, tensor: int, micro_batch: int, values: Sequence[dict[str, float] | None]
-) -> list[Row]:
+) -> list[ProfileRow]:
     """Return a row of the compute profile for each device kind, with medians over the processes that measured.
 
     Args:
@@ -56,7 +56,7 @@ def compute_rows(
     model, rows = config.model, []
     for kind in dict.fromkeys(machines.kinds):
         of_kind = [v for p, v in enumerate(values) if v and machines.kinds[machines.of_process[p]] == kind]
-        row: Row = {"kind": kind, "tensor": tensor, "micro_batch": micro_batch, "save": config.pipeline.save}
+        row: ProfileRow = {"kind": kind, "tensor": tensor, "micro_batch": micro_batch, "save": config.pipeline.save}
         row |= dict(zip(compute.PROFILED, compute.profiled(model), strict=True))
         rows.append(row | {name: statistics.median(v[name] for v in of_kind) for name in of_kind[0]})
     return rows
@@ -88,7 +88,7 @@ class _ComputeProfile:
             self._optimizer[tensor] = statistics.median(samples)
         return compute_timing.LoopTimer(self._config, tensor, micro_batch, self._devices)
 
-    def measure(self, tensor: int, micro_batch: int) -> tuple[list[Row], str]:
+    def measure(self, tensor: int, micro_batch: int) -> tuple[list[ProfileRow], str]:
         """Return the rows of one size and an empty string, or no rows and the reason, such as too little memory."""
         timer, problem = None, ""
         try:
@@ -107,7 +107,7 @@ class _ComputeProfile:
 
 def profile_compute(
     group: ProcessGroup, machines: Machines, config: Config, options: ProfileOptions, until: float
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[ProfileRow], list[str]]:
     """Measure compute, smallest sizes first, until the time is up.
 
     Args:
@@ -125,7 +125,7 @@ def profile_compute(
     """
     profile = _ComputeProfile(group, machines, config, options)
     cases = [(t, b) for t in tensor_sizes(config, machines.per_host, options.tensor) for b in options.micro_batches]
-    rows: list[Row] = []
+    rows: list[ProfileRow] = []
     left_out: list[str] = []
     began = time.monotonic()
     with tqdm(total=len(cases), desc="compute", unit="size", disable=group.process > 0 or None) as progress:

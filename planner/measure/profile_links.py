@@ -21,7 +21,7 @@ _EXPLAINED = 1.5  # how much longer than a trunk's bytes an all-to-all takes at 
 _FAN_OUT = (0.04, 0.16)  # seconds on the slowest link of the messages of the two all-to-alls that tell the fan-out
 
 # MessageTimes as JSON holds them: a tiny message, there and back.
-_Times = tuple[float, list[float], list[float]]
+_SavedTimes = tuple[float, list[float], list[float]]
 
 
 def affordable(
@@ -44,7 +44,7 @@ def affordable(
     with group.watch(me, "the other hosts in the first round of links"):
         times = [exchange(number) for number in range(len(rounds))]
 
-    def verdict(values: list[list[_Times]]) -> int:
+    def verdict(values: list[list[_SavedTimes]]) -> int:
         # The slowest pair of each round, in both directions.
         slowest = [max(there[0] + back[0] for _, there, back in of_round) for of_round in zip(*values)]
         messages = repeats * link_timing.CALLS * link_timing.BACK_TO_BACK
@@ -96,7 +96,7 @@ def profile_links(
             with group.watch(me, machines.hosts[partner]):
                 times = exchange(number)
 
-            def verdict(values: list[_Times], repeat: int = repeat, number: int = number) -> bool:
+            def verdict(values: list[_SavedTimes], repeat: int = repeat, number: int = number) -> bool:
                 seen: dict[int, list[link_timing.MessageTimes]] = {}
                 for process, value in enumerate(values):
                     seen.setdefault(machines.of_process[process], []).append(link_timing.MessageTimes(*value))

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from planner.cluster.trunks import Trunks
 from planner.measure import link_timing
-from planner.measure.link_timing import MessageTimes, Pairs, Round
+from planner.measure.link_timing import DevicePairs, MessageTimes, Round
 from planner.measure.machines import Machines
 from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
@@ -88,7 +88,7 @@ def groups_of_links(samples: Array) -> list[UplinkGroup]:
     return [one for one in some if min(map(len, one)) > 1]
 
 
-def crossing(some: UplinkGroup) -> Pairs:
+def crossing(some: UplinkGroup) -> DevicePairs:
     """Return disjoint pairs of a host inside a group and one outside, spread over both."""
     inside, outside = some
     count = min(len(inside), len(outside), _MOST)

@@ -28,7 +28,7 @@ from planner.cost.outer import part
 # preallocates 75%, which is less: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 must be set to use this share.
 USABLE = 0.92
 
-Column = float | np.ndarray  # a number, or an array over candidates
+PerCandidate = float | np.ndarray  # a number, or an array over candidates
 _ERRORS = ("none", "explicit", "lazy")
 _ACCUMULATOR = 4  # bytes of float32: master weights, moments, gradients
 
@@ -66,38 +66,38 @@ class Shape:
     """
 
     model: ModelConfig
-    data: Column
-    pipe: Column
-    tensor: Column
-    virtual_stages: Column
-    slots: Column
-    common: Column
-    micro_batch: Column
-    micro_batches: Column
-    schedule: Column
-    save: Column
-    zero1: Column
-    scan: Column
-    backward_rank: Column = 0
-    forward_rank: Column = 0
-    data_rank: Column = 0
-    error: Column = 2
-    sequence_parallel: Column = 0
-    overlap: Column = 1
+    data: PerCandidate
+    pipe: PerCandidate
+    tensor: PerCandidate
+    virtual_stages: PerCandidate
+    slots: PerCandidate
+    common: PerCandidate
+    micro_batch: PerCandidate
+    micro_batches: PerCandidate
+    schedule: PerCandidate
+    save: PerCandidate
+    zero1: PerCandidate
+    scan: PerCandidate
+    backward_rank: PerCandidate = 0
+    forward_rank: PerCandidate = 0
+    data_rank: PerCandidate = 0
+    error: PerCandidate = 2
+    sequence_parallel: PerCandidate = 0
+    overlap: PerCandidate = 1
     coded: Coded = LOW_RANK
-    copies: Column = 0
-    groups: Column = 1
-    fragment_layers: tuple[Column, ...] = ()
+    copies: PerCandidate = 0
+    groups: PerCandidate = 1
+    fragment_layers: tuple[PerCandidate, ...] = ()
     overlaps: bool = False
     min_ratio: float = 2.0
 
     @property
-    def parts(self) -> Column:
+    def parts(self) -> PerCandidate:
         """Parts of the sequence in what is sharded over tensor between the split matrices."""
         return np.where(np.asarray(self.sequence_parallel) == 1, self.tensor, 1)
 
     @property
-    def tokens(self) -> Column:
+    def tokens(self) -> PerCandidate:
         """Tokens of a micro-batch."""
         return self.micro_batch * self.model.sequence
 
@@ -111,16 +111,16 @@ class Shape:
 class Memory:
     """Bytes of one device: each an array over candidates, or over stages if `per_stage` made it."""
 
-    weights: Column
-    optimizer: Column
-    gradients: Column
-    activations: Column
-    messages: Column
-    workspace: Column
-    compression: Column
+    weights: PerCandidate
+    optimizer: PerCandidate
+    gradients: PerCandidate
+    activations: PerCandidate
+    messages: PerCandidate
+    workspace: PerCandidate
+    compression: PerCandidate
 
     @property
-    def total(self) -> Column:
+    def total(self) -> PerCandidate:
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
@@ -158,7 +158,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     )
 
 
-def _in_flight(shape: Shape) -> Column:
+def _in_flight(shape: Shape) -> PerCandidate:
     """Return a device's weights of the largest fragment that is exchanged under a step; 0 if groups wait."""
     if not shape.overlaps:
         return 0
@@ -169,7 +169,7 @@ def _in_flight(shape: Shape) -> Column:
     )
 
 
-def ring_depths(shape: Shape) -> tuple[Column, Column, Column]:
+def ring_depths(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]:
     """Return the depths of the rings of residuals, activations and gradients, without scrap slots.
 
     They are those of the first stage, the deepest: `buffers.assign` finds the same, except that the message rings of
@@ -183,7 +183,7 @@ def ring_depths(shape: Shape) -> tuple[Column, Column, Column]:
     return residual * several, activation * several, gradient * several
 
 
-def kept(shape: Shape) -> dict[str, Column]:
+def kept(shape: Shape) -> dict[str, PerCandidate]:
     """Return the bytes that the forward of one layer leaves for its backward, by save mode.
 
     They are what paxtrain.pipeline.residuals.SplitVjp keeps:
@@ -218,7 +218,7 @@ def kept(shape: Shape) -> dict[str, Column]:
     return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * between + apart * 4 * t, "residuals": everything}
 
 
-def left(shape: Shape) -> dict[str, Column]:
+def left(shape: Shape) -> dict[str, PerCandidate]:
     """Return the bytes that B of one layer adds to `kept` for W, by save mode, if the backward is split.
 
     B leaves the gradients of what the layer's matrices make. paxtrain.pipeline.split_backward puts some of them in the
@@ -239,7 +239,7 @@ def left(shape: Shape) -> dict[str, Column]:
     return {"dots": one * (dots + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
 
 
-def _matrices(shape: Shape) -> list[list[Column]]:
+def _matrices(shape: Shape) -> list[list[PerCandidate]]:
     """Return the dims of a layer's kernels on a device, by layout.py."""
     model, tensor = shape.model, np.asarray(shape.tensor)
     h, part, up = model.hidden, model.hidden // tensor, model.ffn // tensor
@@ -248,25 +248,25 @@ def _matrices(shape: Shape) -> list[list[Column]]:
     return [[h, 3, part], [part, h], [h, up], [up, h]]
 
 
-def _arrays(shape: Shape) -> list[tuple[Column, list[Column], bool]]:
+def _arrays(shape: Shape) -> list[tuple[PerCandidate, list[PerCandidate], bool]]:
     """Return the parameters of a device as (number of arrays, their dims, cast to the compute dtype), by layout.py."""
     model, tensor = shape.model, np.asarray(shape.tensor)
     h, part, layers = model.hidden, model.hidden // tensor, shape.slots * shape.virtual_stages
     tables = np.where(np.asarray(shape.pipe) == 1, model.tables, 1)
-    arrays: list[tuple[Column, list[Column], bool]] = [(layers, dims, True) for dims in _matrices(shape)]
+    arrays: list[tuple[PerCandidate, list[PerCandidate], bool]] = [(layers, dims, True) for dims in _matrices(shape)]
     arrays += [(tables, [model.padded_vocab // tensor, h], True)]
     if model.family == "llama":
         return [*arrays, (2 * layers + 1, [h], False)]
-    biases: list[tuple[Column, list[Column], bool]]
+    biases: list[tuple[PerCandidate, list[PerCandidate], bool]]
     biases = [(layers, [3, part], False), (layers, [model.ffn // tensor], False)]
     return [*arrays, (1, [model.sequence, h], True), *biases, (6 * layers + 2, [h], False)]
 
 
-def parameters(shape: Shape) -> tuple[Column, Column, Column]:
+def parameters(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]:
     """Return a device's parameters: whole; what ZeRO-1 leaves of them; those cast to the compute dtype."""
-    whole: Column = 0
-    sharded: Column = 0
-    cast: Column = 0
+    whole: PerCandidate = 0
+    sharded: PerCandidate = 0
+    cast: PerCandidate = 0
     for count, dims, compute in _arrays(shape):
         size = count * functools.reduce(np.multiply, dims)
         splits = functools.reduce(np.logical_or, [np.asarray(d) % shape.data == 0 for d in dims])
@@ -276,11 +276,11 @@ def parameters(shape: Shape) -> tuple[Column, Column, Column]:
     return whole, sharded, cast
 
 
-def _codec_state(shape: Shape) -> Column:
+def _codec_state(shape: Shape) -> PerCandidate:
     """Return the bytes of one device's codec states, see compress.lowrank.LowRankState and powersgd.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
     n, k = shape.tokens // shape.parts, model.hidden
-    total: Column = _outer_states(shape) if shape.coded.outer is not None and shape.fragment_layers else 0
+    total: PerCandidate = _outer_states(shape) if shape.coded.outer is not None and shape.fragment_layers else 0
     if shape.coded.embedding is not None:
         total = total + _table_states(shape)
     for place in ("backward", "forward"):
@@ -303,7 +303,7 @@ def _codec_state(shape: Shape) -> Column:
     return total
 
 
-def _table_states(shape: Shape) -> Column:
+def _table_states(shape: Shape) -> PerCandidate:
     """Return the bytes of a device's states of the embedding's codec; all stages hold them, as they hold the table."""
     model, coded = shape.model, shape.coded
 
@@ -322,7 +322,7 @@ def _table_states(shape: Shape) -> Column:
     return np.vectorize(one, otypes=[float])(*_columns(rows, shape.data, shape.pipe, shape.zero1))
 
 
-def _outer_states(shape: Shape) -> Column:
+def _outer_states(shape: Shape) -> PerCandidate:
     """Return the bytes of a device's states of the reducer between groups."""
 
     def one(n: int, k: int, data: int, zero1: int, groups: int) -> float:
@@ -330,7 +330,7 @@ def _outer_states(shape: Shape) -> Column:
         taken = shape.coded.outer_takes(own, int(groups), shape.min_ratio)
         return shape.coded.outer_bytes(own, int(groups)) if taken else 0.0
 
-    total: Column = 0
+    total: PerCandidate = 0
     for dims in _matrices(shape):
         rows, columns = _columns(dims[0], functools.reduce(np.multiply, dims[1:]))
         sizes = _columns(rows, columns, shape.data, shape.zero1, shape.groups)
@@ -338,12 +338,12 @@ def _outer_states(shape: Shape) -> Column:
     return total * sum(shape.fragment_layers)
 
 
-def _columns(*columns: Column) -> tuple[np.ndarray, ...]:
+def _columns(*columns: PerCandidate) -> tuple[np.ndarray, ...]:
     """Return columns of whole numbers, broadcast against each other."""
     return np.broadcast_arrays(*(np.asarray(x, int) for x in columns))
 
 
-def _link_states(shape: Shape, place: str) -> Column:
+def _link_states(shape: Shape, place: str) -> PerCandidate:
     """Return the bytes of the state of a link whose codec is not low rank; 0 if it compresses nothing.
 
     Args:
@@ -360,7 +360,7 @@ def _link_states(shape: Shape, place: str) -> Column:
     return np.vectorize(one, otypes=[float])(*columns)
 
 
-def _reducer_states(shape: Shape) -> Column:
+def _reducer_states(shape: Shape) -> PerCandidate:
     """Return the bytes of the states of a layer's matrices, whose reducer is not PowerSGD; 0 without compression."""
 
     def one(n: int, k: int, data: int, zero1: int, rank: int) -> float:
@@ -368,30 +368,30 @@ def _reducer_states(shape: Shape) -> Column:
         takes = rank and shape.coded.takes(*matrix, shape.min_ratio)
         return shape.coded.reducer_bytes(*matrix) if takes else 0.0
 
-    total: Column = 0
+    total: PerCandidate = 0
     for dims in _matrices(shape):
         sizes = _columns(dims[0], functools.reduce(np.multiply, dims[1:]), shape.data, shape.zero1, shape.data_rank)
         total = total + np.vectorize(one, otypes=[float])(*sizes)
     return total
 
 
-def ring_slots(shape: Shape) -> Column:
+def ring_slots(shape: Shape) -> PerCandidate:
     """Return the slots of the ring of residuals, including the scrap slot of masked schedules; 1 with one stage."""
     masked = each(shape.schedule, lambda spec: spec.masks(shape.overlap))
     return np.where(np.asarray(shape.pipe) == 1, 1, ring_depths(shape)[0] + masked)
 
 
-def _message(shape: Shape) -> Column:
+def _message(shape: Shape) -> PerCandidate:
     return shape.tokens // shape.parts * shape.model.hidden * shape.compute
 
 
-def _messages(shape: Shape) -> Column:
+def _messages(shape: Shape) -> PerCandidate:
     """Return the bytes of messages that wait or travel: the rings, what was made last, what arrives, both ways."""
     _, activation, gradient = ring_depths(shape)
     return (np.asarray(shape.pipe) > 1) * (4 + activation + gradient) * _message(shape)
 
 
-def _head(shape: Shape) -> Column:
+def _head(shape: Shape) -> PerCandidate:
     """Return the bytes of the loss's workspace: float32 logits, their gradient and the table's in the compute dtype.
 
     With one stage the table's gradient goes straight into its accumulator.
@@ -401,7 +401,7 @@ def _head(shape: Shape) -> Column:
     return (_ACCUMULATOR + shape.compute) * logits + several * shape.compute * table
 
 
-def _fused(shape: Shape) -> Column:
+def _fused(shape: Shape) -> PerCandidate:
     """Return the bytes that XLA keeps of a layer between its F and its B if no ring asks for more.
 
     XLA sees all unrolled layers at once. It keeps what save="dots" would, the two norms' float32 inputs and, with
@@ -413,7 +413,7 @@ def _fused(shape: Shape) -> Column:
     return np.where(np.asarray(shape.scan) == 1, layer["residuals"], unrolled)
 
 
-def _backward(shape: Shape) -> Column:
+def _backward(shape: Shape) -> PerCandidate:
     """Return the bytes of B's workspace: what it computes anew, and the kernels' gradients before they are added.
 
     XLA fuses most passes over one layer's activations; about six in float32 and some in the compute dtype remain. These

@@ -19,7 +19,7 @@ Array = np.ndarray
 Inbox = collections.deque[Array]  # arrival times [batch] of a virtual stage's messages
 
 
-class _State:
+class _StageClocks:
     """Times at which stages are free, [P] arrays [batch], and messages on their way, by receiving virtual stage."""
 
     def __init__(self, table: Table, seconds: Arranged) -> None:
@@ -74,7 +74,7 @@ def pipeline(table: Table, seconds: Seconds, overlap: bool = True) -> Array:
         overlap: not read, since transfers hold no stage.
     """
     different, which = simulator.distinct(simulator.spread(table, seconds))  # data ranks are often alike
-    state = _State(table, different)
+    state = _StageClocks(table, different)
     for rows, repeats in runs(table, overlap=False):
         for done in range(1, repeats + 1):
             now, messages = np.array(state.now), state.waiting()

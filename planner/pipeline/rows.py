@@ -83,7 +83,7 @@ class Row:
     travel: str
 
 
-Run = tuple[tuple[Row, ...], int]  # rows, and how often they repeat
+RepeatedRows = tuple[tuple[Row, ...], int]  # rows, and how often they repeat
 
 
 def _rows(schedule: Schedule, compressed: str, links: tuple[int, ...]) -> list[Row]:
@@ -169,7 +169,7 @@ def _ends(senders: list[bool], step: int) -> tuple[Where, Where] | None:
     return _where(where), _where([(stage + step) % len(senders) for stage in where])
 
 
-def _runs(rows: list[Row], longest: int) -> list[Run]:
+def _runs(rows: list[Row], longest: int) -> list[RepeatedRows]:
     """Return stretches of rows that repeat, each as long as it gets from the end of the one before."""
     values, found, t = np.array([id(row) for row in rows]), [], 0
     while t < len(rows):
@@ -186,13 +186,13 @@ def _runs(rows: list[Row], longest: int) -> list[Run]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _few(table: Table, overlap: bool) -> list[Run]:
+def _few(table: Table, overlap: bool) -> list[RepeatedRows]:
     schedule = table.plan(overlap)
     return _runs(_rows(schedule, table.compressed, table.links), longest=3 * schedule.virtual_stages)
 
 
 @functools.lru_cache(maxsize=4096)
-def runs(table: Table, overlap: bool = True) -> list[Run]:
+def runs(table: Table, overlap: bool = True) -> list[RepeatedRows]:
     """Return the table's rows as stretches that repeat.
 
     Many micro-batches only repeat the steady rows of few, so no larger table is built.
@@ -212,7 +212,7 @@ def runs(table: Table, overlap: bool = True) -> list[Run]:
     own = table.micro_batches - table.first
     few = settled + own % step
 
-    def make(m: int) -> list[Run]:
+    def make(m: int) -> list[RepeatedRows]:
         return _few(dataclasses.replace(table, micro_batches=first + m, first=first), overlap)
 
     if own <= few + step:

@@ -31,7 +31,7 @@ import numpy as np
 
 from paxtrain.schedule.table import ALONG, BETWEEN
 from planner.pipeline.repetition import repeat
-from planner.pipeline.rows import Row, Run, Table, Where, numbers, runs
+from planner.pipeline.rows import RepeatedRows, Row, Table, Where, numbers, runs
 
 Array = np.ndarray
 
@@ -120,13 +120,13 @@ def spread(table: Table, seconds: Seconds) -> Arranged:
 
 Times = tuple[Array, Array]  # of the senders and of the receivers
 Free = tuple[Array, Array]  # when stages can send and receive, [P, batch]
-Recorder = Callable[[str, Where, Array, Array], None]  # what, stages, their begin and end [stages, batch]
+OpRecorder = Callable[[str, Where, Array, Array], None]  # what, stages, their begin and end [stages, batch]
 
 
 class _Replay:
     """State of all stages of all candidates: `now` [P, batch]."""
 
-    def __init__(self, seconds: Arranged, overlap: bool, record: Recorder | None) -> None:
+    def __init__(self, seconds: Arranged, overlap: bool, record: OpRecorder | None) -> None:
         self.seconds = seconds  # batch last
         self.now = self.seconds.start.copy()
         self.overlap, self.record = overlap, record
@@ -292,7 +292,7 @@ class _Replay:
         """Run rows once."""
         (self._overlapped if self.overlap else self._blocking)(rows)
 
-    def run(self, stretches: list[Run], rough: bool = False) -> Array:
+    def run(self, stretches: list[RepeatedRows], rough: bool = False) -> Array:
         for rows, repeats in stretches:
             if self.record or repeats <= _FEW:
                 for _ in range(repeats):

@@ -34,8 +34,8 @@ from paxtrain.parallel.layout import Layout, tensor_dim
 from paxtrain.pipeline.executor import Links
 from paxtrain.schedule.table import Schedule
 
-State = dict[str, Tree]  # of a run: the codecs' states by place
-Path = tuple[str, str]
+CodecStates = dict[str, Tree]  # of a run: the codecs' states by place
+LayerPath = tuple[str, str]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -191,7 +191,7 @@ class Compression:
         return self.reducer.level if self.reducer else 0
 
     @functools.cached_property
-    def kernels(self) -> dict[Path, tuple[int, ...]]:
+    def kernels(self) -> dict[LayerPath, tuple[int, ...]]:
         """Shapes of the layers' kernels on one device, by path."""
         mesh = self.config.mesh
         found = {}
@@ -206,20 +206,20 @@ class Compression:
         return found
 
     @property
-    def matrices(self) -> dict[Path, tuple[int, int]]:
+    def matrices(self) -> dict[LayerPath, tuple[int, int]]:
         """The same shapes as matrices (rows, columns)."""
         return {path: (shape[0], math.prod(shape[1:])) for path, shape in self.kernels.items()}
 
     @functools.cached_property
-    def shards(self) -> dict[Path, Shard]:
+    def shards(self) -> dict[LayerPath, Shard]:
         """Parts of the mean that each data rank keeps of the gradients of the layers' kernels, by path."""
         dims, ranks = self.layout.data_dims()["layers"], self.config.mesh.data
         return {path: Shard("data", ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
 
     @property
-    def reduced(self) -> dict[Path, tuple[tuple[int, ...], Shard]]:
+    def reduced(self) -> dict[LayerPath, tuple[tuple[int, ...], Shard]]:
         """Shape and shard of what the configured reducer gets of each kernel: all of it, or in groups a rank's part."""
-        found: dict[Path, tuple[tuple[int, ...], Shard]] = {}
+        found: dict[LayerPath, tuple[tuple[int, ...], Shard]] = {}
         for path, shape in self.kernels.items():
             part: tuple[int, ...] | None = shape
             shard = self.shards[path]
@@ -229,7 +229,7 @@ class Compression:
                 found[path] = part, shard
         return found
 
-    def compressed_kernels(self, level: int) -> tuple[Path, ...]:
+    def compressed_kernels(self, level: int) -> tuple[LayerPath, ...]:
         """Return the kernels that the reducer takes at a level."""
         assert self.reducer
         reducer: Any = self.reducer.at(level)  # a Protocol is not known to be hashable
@@ -237,7 +237,7 @@ class Compression:
         return tuple(path for path, shape in self.kernels.items() if _takes(reducer, shape, self.shards[path], ratio))
 
     @functools.cached_property
-    def data_kernels(self) -> tuple[Path, ...]:
+    def data_kernels(self) -> tuple[LayerPath, ...]:
         """Paths of the kernels with a state of the reducer: those that it takes at the lowest level of the run."""
         c = self.config.compress
         if self.reducer is None:
@@ -263,14 +263,14 @@ class Compression:
         path = self.data_kernels[0]
         return jax.tree.structure(jax.eval_shape(lambda: self._init_kernel(path)))
 
-    def _init_kernel(self, path: Path) -> Tree:
+    def _init_kernel(self, path: LayerPath) -> Tree:
         """Return the reducer's first state of a kernel."""
         assert self.reducer
         return self.reducer.init(self.kernels[path], self.shards[path])
 
     # --- State --------------------------------------------------------------------------------------------------------
 
-    def init(self) -> State:
+    def init(self) -> CodecStates:
         """Return the first state of every codec of the mesh.
 
         Arrays have leading dims [data, pipe, tensor], and then the shape of one device's state. "backward" and
@@ -279,7 +279,7 @@ class Compression:
         """
         mesh, chunks = self.config.mesh, self.layout.chunks
 
-        def stage(index: jax.Array) -> State:
+        def stage(index: jax.Array) -> CodecStates:
             first = {path: self._init_kernel(path) for path in self.data_kernels}
             data = stored([first[path] for _ in range(chunks * self.layout.slots) for path in first])
             return {
