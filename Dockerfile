@@ -5,7 +5,7 @@
 # `base` is the part that both images share: the checkout's place, its user and its variables.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS base
-# A JobSet runs "python -m planner.supervise ..." with no entrypoint; relative paths such as configs/gpt_8b.py are looked
+# A JobSet runs "python -m planner.run ..." with no entrypoint; relative paths such as configs/gpt_8b.py are looked
 # up in the working folder. PYTHONPATH makes the package and the shipped configurations known in any other one, too.
 WORKDIR /opt/paxtrain
 ENV PYTHONPATH=/opt/paxtrain PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1

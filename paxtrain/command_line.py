@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from paxtrain.errors import PREFIX, UserError, told
-from paxtrain.process import sealed, setup
+from paxtrain.errors import PREFIX, UserError, printable, told
+from paxtrain.process import setup
 
 OVERRIDES = "overrides are written --config.section.key=value"
 _COLUMN = 26  # at which `--help` begins to describe a flag
@@ -24,7 +24,7 @@ _titles: dict[str, str] = {}  # of the groups in `--help`, by the names of flags
 def sentence(error: Exception | str) -> str:
     """Return an error or its text in one line, without control characters and with long words cut."""
     text = re.sub(r"\S{200,}", lambda found: f"{found[0][:60]}... ({len(found[0])} characters)", str(error))
-    return sealed.printable(" ".join(text.split()), 2000)
+    return printable(" ".join(text.split()), 2000)
 
 
 def fail(error: Exception) -> NoReturn:

@@ -7,11 +7,20 @@ import errno
 import os
 
 MOST_SECONDS = 1e9  # thirty years; timers and XLA's flags take little more
-PREFIX = "error: "  # begins the sentence; a supervisor looks for it in a worker's output
+PREFIX = "error: "  # begins the sentence
 
 
 class UserError(Exception):
     """Bad input: the message is one sentence that says what is wrong, what was given and what would work."""
+
+
+class LostError(Exception):
+    """Another process that is missing or does not answer, in one sentence; a later start may succeed."""
+
+
+def printable(text: str, most: int = 2000) -> str:
+    """Return a text from elsewhere in one line and without control characters, which terminals would obey."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[:most])
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -27,12 +36,14 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def told(error: Exception) -> tuple[str, int] | None:
-    """Return what to tell the user of an error and the exit code; None if it is neither bad input nor a full disk.
+    """Return what to tell the user of an error and the exit code; None if it is an error of the program.
 
-    A full disk is not code 2: nothing is wrong with the input, and a later start may succeed.
+    Bad input has code 2. A full disk and a lost process have 1: a later start may succeed.
     """
     if isinstance(error, UserError):
         return str(error), 2
+    if isinstance(error, LostError):
+        return str(error), 1
     if is_full(error):
         return f"the disk is full: {error}; make room, and start the same command again", 1
     return None

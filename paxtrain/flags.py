@@ -14,7 +14,8 @@ from paxtrain.config.load import errors_of
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES, cpu_devices
-from paxtrain.process import distributed, supervised
+from paxtrain.process import distributed
+from paxtrain.process.progress import Progress
 
 
 def define_config(name: str, default: str | None, description: str) -> None:
@@ -96,5 +97,9 @@ def join() -> None:
         UserError: the flags are incomplete or wrong, or the other processes cannot be joined.
     """
     f = flags.FLAGS
-    heartbeat = supervised.heartbeat(os.environ)
-    distributed.initialize(f.coordinator, f.num_processes, f.process_id, f.coordinator_timeout, heartbeat)
+    distributed.initialize(f.coordinator, f.num_processes, f.process_id, f.coordinator_timeout, f.lost_timeout)
+
+
+def progress() -> Progress:
+    """Return the progress of a process that trains, which ends when it hangs or fails."""
+    return Progress(ends=True, lost=flags.FLAGS.lost_timeout, hang=flags.FLAGS.hang_timeout)

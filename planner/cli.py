@@ -9,7 +9,6 @@ COMMANDS: dict[str, Command] = {
     "profile": ("planner.profile", (), "measure the cluster that it runs on"),
     "launch": ("planner.launch", (), "write a job for SLURM or Kubernetes, or run one on this machine"),
     "run": ("planner.run", (), "plan for the nodes of a job, and train on them"),
-    "supervise": ("planner.supervise", (), "run the command of one host, and end all hosts together after a fault"),
     "validate": ("planner.validate", (), "score predictions against measured runs"),
     "convert": ("planner.convert", (), "convert published trials for validate"),
 }

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
 def define_flags() -> None:
     """Define the flags of this main."""
     before = set(flags.FLAGS)
-    define(LaunchOptions, "config", "plan", "out", "max_restarts", "link_timeout")
+    define(LaunchOptions, "config", "plan", "out", "max_restarts")
     with group("SLURM and Kubernetes"):
         define(LaunchOptions, "name", "nodes", "gpus_per_node", "signal_ahead", "setup")
     with group("SLURM"):

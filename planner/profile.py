@@ -24,7 +24,6 @@ from planner.measure import profile_cluster
 from planner.measure.machines import find_machines
 from planner.measure.options import MIB, ProfileOptions
 from planner.measure.process_group import ProcessGroup
-from planner.start import rendezvous
 
 HINT = OVERRIDES
 
@@ -111,8 +110,7 @@ def main(argv: Sequence[str]) -> None:
     config = from_dict(f.config)
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
     launched = (f.coordinator, f.num_processes, f.process_id, f.coordinator_timeout)
-    rendezvous.call(*launched)
-    distributed.initialize(*launched)
+    distributed.initialize(*launched, f.lost_timeout)
     group = ProcessGroup(f.answer_timeout)
     with group.ends_together():
         machines = find_machines(group, f.rack, site=f.site)

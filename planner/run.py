@@ -1,6 +1,6 @@
 """Plan for the nodes that a job got, and train on them: python -m planner.run --config=... --out=RUN.
 
-Start it as training is started, with one process per node or per device, preferably under planner.supervise. With
+Start it as training is started, with one process per node or per device. With
 --plan=auto it takes the plan of an earlier start on the same nodes. If there is none, it measures their links, unless
 a recent profile exists, and plans. With --plan=FILE hosts are matched by name, in whatever order they come.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,13 +20,15 @@ from absl import flags
 
 from paxtrain import files
 from paxtrain import flags as shared_flags
+from paxtrain import flags as shared_flags
 from paxtrain.command_line import OVERRIDES, group, run
 from paxtrain.config import Config, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.data.datasets import DataSets
 from paxtrain.errors import MOST_SECONDS, UserError
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES
-from paxtrain.process import distributed, supervised
+from paxtrain.process import distributed
+from paxtrain.process.progress import Progress
 from paxtrain.profiling.terms import StepComparison
 from paxtrain.run import training
 from paxtrain.run.run_lock import RunLock
@@ -35,7 +38,7 @@ from planner.measure.machines import Machines, find_machines
 from planner.measure.process_group import ProcessGroup
 from planner.planning.inputs import sections
 from planner.planning.options import PlanOptions
-from planner.start import allocation, environment, job_plan, rendezvous, run_record
+from planner.start import allocation, environment, job_plan, run_record
 from planner.start.job_plan import Decision, PlanRequest
 
 HINT = OVERRIDES
@@ -88,7 +91,7 @@ def _decide(
     group: ProcessGroup,
     machines: Machines,
     request: PlanRequest,
-    progress: supervised.Progress,
+    progress: Progress,
     given: plans.Plan | None,
 ) -> Decision:
     """Return the plan that --plan and --replan ask for, the same on every process."""
@@ -173,9 +176,8 @@ def main(argv: Sequence[str]) -> None:
     out = pathlib.Path(neutral.run.out)
     launched = _launch(os.environ)
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
-    with contextlib.ExitStack() as held, supervised.Progress(os.environ) as progress:
-        rendezvous.call(*launched)
-        distributed.initialize(*launched, supervised.heartbeat(os.environ))
+    with contextlib.ExitStack() as held, shared_flags.progress() as progress:
+        distributed.initialize(*launched, f.lost_timeout)
         group = ProcessGroup(f.answer_timeout)
         with group.ends_together():
             chosen = _given_plan(group)
@@ -204,6 +206,8 @@ def main(argv: Sequence[str]) -> None:
                 _record_times(out, config, machines, result.comparison, decision.plan)
             if result.finished:
                 files.write(finished, json.dumps({"steps": config.run.steps}) + "\n")
+            elif f.stopped_code:
+                sys.exit(f.stopped_code)
 
 
 def define_flags() -> None:
@@ -211,6 +215,8 @@ def define_flags() -> None:
     flags.DEFINE_string("plan", AUTO, f"Path of a plan.json; {AUTO}: the plan for these nodes, made at the start.")
     flags.DEFINE_bool("replan", False, "Plan anew if --plan=FILE is for other nodes.")
     flags.DEFINE_string("out", None, "The run's folder, which all nodes share; default: run.out of the configuration.")
+    about = "Exit code of process 0 if SIGTERM has stopped the run, which then has a checkpoint."
+    flags.DEFINE_integer("stopped_code", 0, about, 0, 255)
     with group("This host"):
         flags.DEFINE_string("host_name", "", "Its name; default: the one that the operating system gives it.")
         flags.DEFINE_integer("gpus", None, "GPUs that this process must find, 0: CPUs; default: any.", lower_bound=0)

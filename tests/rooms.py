@@ -58,8 +58,7 @@ MAY_IMPORT = {
     "planner/measure": (*_TRAINER, "planner/cluster", "planner/cost"),
     "planner/fit": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", *_COST),
     "planner/start": (*_TRAINER, *_PLANNING, "planner/measure", "planner/fit"),
-    "planner/jobs": ("paxtrain/config", "paxtrain/process", "planner/memory", "planner/supervision"),
-    "planner/supervision": ("paxtrain/process",),
+    "planner/jobs": ("paxtrain/config", "paxtrain/process", "planner/memory"),
 }
 MAY_IMPORT["planner"] = (
     "paxtrain",

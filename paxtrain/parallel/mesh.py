@@ -8,7 +8,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from paxtrain.config import MeshConfig
 from paxtrain.errors import UserError
-from paxtrain.process.supervised import MeshPosition
 
 AXES = ("data", "pipe", "tensor")
 MOST_CPU_DEVICES = 1024  # per process: 2,048 take a third of a second to create, 40,000 take more than minutes
@@ -60,27 +59,6 @@ def make_mesh(
         devices = [devices[i] for i in order]
     grid = np.array(devices).reshape(config.data, config.pipe, config.tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def mesh_position(mesh: Mesh, process: int | None = None) -> MeshPosition:
-    """Return the position of a process in a mesh, by default of this process.
-
-    Its neighbours are the processes of the next and previous devices along each axis, cyclically.
-    """
-    me = jax.process_index() if process is None else process
-    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    mine = processes == me
-    words = []
-    for axis, name in enumerate(("data", "stage", "tensor")):
-        held = sorted({int(i) for i in np.nonzero(mine)[axis]})
-        if 0 < len(held) < mine.shape[axis]:
-            words.append(f"{name}{'s' if len(held) > 1 and name == 'stage' else ''} {', '.join(map(str, held))}")
-    shifted = [np.roll(processes, by, axis)[mine] for axis in range(processes.ndim) for by in (1, -1)]
-    neighbours = {int(i) for i in np.concatenate(shifted)} - {me}
-    # The stage comes first, because processes are known by their stage.
-    return MeshPosition(
-        me, ", ".join(sorted(words, key=lambda word: not word.startswith("stage"))), tuple(sorted(neighbours))
-    )
 
 
 def process_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:

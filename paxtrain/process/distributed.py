@@ -20,10 +20,12 @@ import numpy as np
 from absl import flags
 
 from paxtrain.errors import PREFIX, UserError, whole
-from paxtrain.process import failures, jax_private, listening
+from paxtrain.process import jax_private, listening
 
+LOST = 60.0  # seconds, the default of --lost_timeout
 MOST_PROCESSES = 2**16  # as many as 8,192 hosts of 8 devices have
 _BARRIER = 3_600_000  # milliseconds that `wait_for_all` and `gather_texts` wait
+_LATER = 10.0  # seconds that jax's service, which names the missing process, has until this process gives up
 _GATHER = "gather"
 _waits: Counter[str] = Counter()  # calls by name; the name of a barrier, or of a key, can be used once
 
@@ -45,7 +47,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_processes", None, "Number of processes.", 1, MOST_PROCESSES)
     flags.DEFINE_integer("process_id", None, "This process's number.", 0, MOST_PROCESSES - 1)
     flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", 1, 1_000_000)
-    flags.register_validator("coordinator_timeout", math.isfinite, "it must be a number of seconds")
+    flags.DEFINE_float("lost_timeout", LOST, "Seconds after which a silent process counts as lost.", 1, 1_000_000)
+    flags.DEFINE_float("hang_timeout", 0, "Seconds without a finished step; 0: 20 steps, at least 0.9 of lost.", 0, 1e6)
+    for name in ("coordinator_timeout", "lost_timeout", "hang_timeout"):
+        flags.register_validator(name, math.isfinite, "it must be a number of seconds")
 
 
 def _number(environment: Mapping[str, str], variable: str) -> int:
@@ -148,8 +153,8 @@ def agree(error: UserError | OSError | None) -> None:
         if kinds.any() and error is None:
             first = int(np.flatnonzero(kinds)[0])
             if kinds[first] == _BAD_INPUT:
-                raise UserError(f"process {first} found bad input; {failures.BAD_INPUT_ELSEWHERE}")
-            raise OSError(int(kinds[first]), f"process {first} failed; {failures.BAD_INPUT_ELSEWHERE}")
+                raise UserError(f"process {first} found bad input; its own output says what")
+            raise OSError(int(kinds[first]), f"process {first} failed; its own output says what")
     if error is not None:
         raise error
 
@@ -245,7 +250,7 @@ def _limit(seconds: float, message: str) -> Iterator[None]:
 
     def give_up() -> None:
         print(f"{PREFIX}{message}", file=sys.stderr, flush=True)
-        os._exit(2)  # the main thread is inside the runtime, where no exception reaches it
+        os._exit(1)  # the main thread is inside the runtime, where no exception reaches it
 
     timer = threading.Timer(seconds, give_up)
     timer.start()
@@ -253,6 +258,18 @@ def _limit(seconds: float, message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _limit_collectives(seconds: float) -> None:
+    """Let collectives end after 1.5 times so many seconds, unless XLA_FLAGS says otherwise.
+
+    By then jax's service has named the lost process, and a process that hangs has named itself. NCCL's flag limits
+    only the forming of its communicators. A collective that hangs on GPUs is ended by `Progress`.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    names = ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds")
+    more = [f"--{name}={math.ceil(1.5 * seconds)}" for name in names if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *more])
 
 
 def _check_address(coordinator: str) -> None:
@@ -285,20 +302,20 @@ def _bind_address(coordinator: str | None, process: int | None, timeout: float) 
 
 
 def initialize(
-    coordinator: str | None, processes: int | None, process: int | None, timeout: float, heartbeat: int | None = None
+    coordinator: str | None, processes: int | None, process: int | None, timeout: float, lost: float = LOST
 ) -> None:
     """Join the processes of a launch; without flags and launcher this process stays alone.
 
     The first three arguments go together: all are given, or none. `processes=1` alone is allowed as well, and keeps
-    this process alone whatever the launcher says. If the others do not join in time, the process ends with an error
-    message and exit code 2.
+    this process alone whatever the launcher says. If the others do not join in time, the process ends: jax's service
+    names those that are missing, or one sentence says that process 0 has not answered.
 
     Args:
         coordinator: HOST:PORT of process 0.
         processes: Number of processes.
         process: Number of this process, from 0.
         timeout: Seconds to wait for the coordinator and for the other processes.
-        heartbeat: Seconds without a heartbeat of one process after which all others end; None: jax's default.
+        lost: Seconds after which a process that is silent counts as lost: jax's service names it, and ends all others.
 
     Raises:
         UserError: Only some of the flags are given, one has an invalid value, or the runtime cannot join.
@@ -320,12 +337,13 @@ def initialize(
         return
     where = "the launcher's variables" if missing else f"process {process} of {processes}, coordinator {coordinator}"
     late = (
-        f"the processes {failures.NOT_ALL_CAME} within {timeout:g} s ({where}); "
-        "start all of them, or give a larger --coordinator_timeout"
+        f"the processes did not find each other within {timeout:g} s ({where}); see whether process 0 is up and can be "
+        "reached, and whether its output names a missing one, or give a larger --coordinator_timeout"
     )
-    options: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat} if heartbeat else {}
+    _limit_collectives(lost)
+    jax_private.name_missing_processes(math.ceil(timeout))
     try:
-        with _limit(timeout, late):
+        with _limit(timeout + _LATER, late):
             jax.distributed.initialize(
                 coordinator,
                 processes,
@@ -334,7 +352,7 @@ def initialize(
                 cluster_detection_method=None if missing else "deactivate",
                 initialization_timeout=int(timeout) + 60,
                 coordinator_bind_address=_bind_address(coordinator, process, timeout),
-                **options,
+                heartbeat_timeout_seconds=math.ceil(lost),
             )
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{failures.CANNOT_JOIN}{' '.join(str(error).split())}") from error
+        raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}") from error

@@ -4,12 +4,14 @@ No other module of the packages imports `jax._src`, and of the tests only `tests
 of these names, this module and its test are the only ones to change.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax._src import cache_key, clusters, compiler, distributed
+from jax._src.lib import _jax
 
 
 class CoordinationClient(Protocol):
@@ -45,12 +47,27 @@ def joined_processes() -> int:
     return distributed.global_state.num_processes
 
 
+def joined_number() -> int:
+    """Return the number of this process among those that have joined, 0 if it is alone; see `joined_processes`."""
+    return distributed.global_state.process_id
+
+
 def coordinator_address() -> str | None:
     """Return HOST:PORT of the coordinator that this process has joined, or None.
 
     `jax.distributed` tells whether it is initialised, but not the address.
     """
     return distributed.global_state.coordinator_address
+
+
+def name_missing_processes(seconds: int) -> None:
+    """Let process 0 say after so many seconds which processes have not joined, and end all that have.
+
+    `jax.distributed.initialize` does not pass this limit on. Its own one ends the processes without naming any.
+    """
+    service = _jax.get_distributed_runtime_service
+    whole = getattr(service, "func", service)
+    _jax.get_distributed_runtime_service = functools.partial(whole, cluster_register_timeout=seconds)
 
 
 def detect_launch(

@@ -26,8 +26,8 @@ from paxtrain.run.checkpoint_record import Meta
 _SET_ASIDE = "set_aside"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _WRITTEN = "async_write_complete"  # orbax's barrier before a checkpoint of several processes gets its name
-# Orbax measures its limit by the wall clock, which may be set while a checkpoint is written. The supervisor's limit
-# (--phase_timeout) notices a save that hangs.
+# Orbax measures its limit by the wall clock, which may be set while a checkpoint is written. The watchdog
+# (`paxtrain.process.progress`) notices a save that hangs.
 _LIMIT = 20 * 86_400  # seconds
 
 

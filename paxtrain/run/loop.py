@@ -122,7 +122,7 @@ class Loop:
         self._pending = None
 
     def _report(self, number: int, figures: Figures) -> None:
-        """Write a finished step's metrics to the files, the supervisor and the progress line."""
+        """Write a finished step's metrics to the files, the watchdog and the progress line."""
         run, c = self._run, self._run.config
         values = on_host(figures)
         run.progress.finished(number)

@@ -21,10 +21,11 @@ from paxtrain.outer.timetable import Timetable
 from paxtrain.outer.trainer import GroupedTrainer, trainer_of
 from paxtrain.parallel import stage_choice
 from paxtrain.parallel.compression import checks
-from paxtrain.parallel.mesh import from_process_rows, mesh_position, process_rows
+from paxtrain.parallel.mesh import from_process_rows, process_rows
 from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import TrainState
-from paxtrain.process import distributed, supervised
+from paxtrain.process import distributed
+from paxtrain.process.progress import Progress
 from paxtrain.process.stopping import Stop
 from paxtrain.run import checkpoint, checkpoint_reading, checkpoint_record, metrics, report, sampling
 from paxtrain.run.checkpoint_reading import Wanted
@@ -48,7 +49,7 @@ class PreparedRun:
         mesh: Device mesh with the axes (data, pipe, tensor).
         trainer: Trainer of the run.
         data: Training and validation data.
-        progress: Progress file of the process, for a supervisor.
+        progress: What this process does, for its watchdog.
         samples: Number of samples that training has consumed.
         tokens_per_step: Number of tokens of a global batch.
         stop: Request to stop, by SIGTERM.
@@ -59,7 +60,7 @@ class PreparedRun:
         self,
         config: Config,
         mesh: Mesh,
-        progress: supervised.Progress | None = None,
+        progress: Progress | None = None,
         quiet: bool = False,
         codec: Codec | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class PreparedRun:
         Args:
             config: Configuration of the run.
             mesh: Device mesh, as `make_mesh` returns it.
-            progress: Progress file, which a supervisor reads; None: no file.
+            progress: What this process does, for its watchdog; None: nobody watches.
             quiet: Whether to print nothing.
             codec: Codec of the gradients between stages, instead of the configuration's (see Trainer).
 
@@ -77,12 +78,11 @@ class PreparedRun:
         """
         self.config = config
         self.quiet = quiet
-        self.progress = progress or supervised.Progress({})
+        self.progress = progress or Progress()
         self.out = pathlib.Path(config.run.out)
         self.primary = jax.process_index() == 0
         self.talks = self.primary and not quiet
         self.mesh, self.trainer = mesh, trainer_of(config, mesh, codec)
-        self.progress.placed(mesh_position(mesh))
         self.data = DataSets(config)
         checks.check(self.trainer.compression)  # also decides which attention and which kernels run
         if isinstance(self.trainer, GroupedTrainer):

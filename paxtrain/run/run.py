@@ -68,7 +68,7 @@ class Run(PreparedRun):
         """
         home = self.out / sampling.CHECKPOINTS
         # The lock and `stop` are left last, so that SIGTERM is caught until the last checkpoint is on disk. `progress`
-        # is left first, so that the supervisor learns of an exception before the checkpoints are waited for.
+        # is left first, so that a process that fails ends before the checkpoints are waited for.
         with (
             self.lock or contextlib.nullcontext(),
             self.stop,

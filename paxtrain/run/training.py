@@ -11,7 +11,8 @@ from paxtrain.config import Config, to_dict
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import cpu_devices, host_major, make_mesh
-from paxtrain.process import distributed, jax_private, setup, supervised
+from paxtrain.process import distributed, jax_private, setup
+from paxtrain.process.progress import Progress
 from paxtrain.run.run import Run, TrainingResult
 
 
@@ -26,7 +27,7 @@ def train_together(
     config: Config,
     chosen: Plan | None,
     names: Sequence[str],
-    progress: supervised.Progress | None = None,
+    progress: Progress | None = None,
     quiet: bool = False,
     codec: Codec | None = None,
 ) -> TrainingResult:
@@ -36,7 +37,7 @@ def train_together(
         config: Configuration, with the plan's sections if there is a plan.
         chosen: Plan with the order of the devices in the mesh; None: all devices in order.
         names: Host name of every process, for a plan that names hosts.
-        progress: Progress file, which a supervisor reads; None: no file.
+        progress: What this process does, for its watchdog; None: nobody watches.
         quiet: Whether to print nothing.
         codec: Codec of the gradients between stages, instead of the configuration's.
 

@@ -1,4 +1,4 @@
-"""A job, however it is launched: a supervisor and planner.run for each process of each node."""
+"""A job, however it is launched: planner.run for each process of each node."""
 
 import dataclasses
 import pathlib
@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Sequence
 
 from planner.memory import closed_form
-
-LOGS = "logs"  # in --out
 
 # Environment variables of all processes on GPUs, with the reason, unless the user has set them.
 GPU_VARIABLES = {
@@ -34,7 +32,6 @@ class Job:
         per_gpu: whether each GPU has its own process, instead of each node.
         max_restarts: largest number of restarts after faults.
         signal_ahead: seconds between SIGTERM and the end, for a last checkpoint.
-        link_timeout: seconds for which the supervisors accept a silent link or host.
         arguments: further flags of planner.run.
     """
 
@@ -47,7 +44,6 @@ class Job:
     per_gpu: bool = False
     max_restarts: int = 10
     signal_ahead: int = 300
-    link_timeout: float = 60.0
     arguments: tuple[str, ...] = ()
 
     @property
@@ -61,19 +57,9 @@ class Job:
         return self.gpus_per_node // self.processes_per_node
 
     @property
-    def logs(self) -> str:
-        """Folder of the logs."""
-        return str(pathlib.PurePath(self.out, LOGS))
-
-    @property
     def finished(self) -> str:
         """File that planner.run writes when all steps are done."""
         return str(pathlib.PurePath(self.out, "finished"))
-
-    def supervise(self, *more: str) -> list[str]:
-        """Return the supervisor's arguments after `python`; `more` has those that name the hosts."""
-        limits = [f"--link_timeout={self.link_timeout:g}"]
-        return ["-m", "planner.supervise", *more, *limits, f"--finished={self.finished}"]
 
     def run(self, *more: str) -> list[str]:
         """Return planner.run's arguments after `python`; `arguments` come last and so take precedence."""

@@ -1,7 +1,7 @@
 """The manifest of a job on Kubernetes: a JobSet (jobset.x-k8s.io) of one indexed Job with a pod per node.
 
-The pods' names are known in advance, so processes find each other without Kubernetes's API. After a fault the
-supervisors end all pods and the JobSet creates them again. Bad input (exit code 2) ends the JobSet.
+The pods' names are known in advance, so processes find each other without Kubernetes's API. When one pod fails, the
+JobSet ends all of them and creates them again. Bad input (exit code 2) ends the JobSet.
 """
 
 import dataclasses
@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from paxtrain.process import job_secret
+from paxtrain.process.progress import STOPPED
 from planner.jobs.job import GPU_VARIABLES, Job, shell
-from planner.supervision.peer_connections import PORT
 
 COORDINATOR = 9101  # port of process 0
 # Seconds in which all pods must have started, while a node still pulls the image or is being provisioned. A waiting pod
@@ -22,7 +21,6 @@ START_TIMEOUT = 86_400
 # `source` and conda's scripts need bash, which not every image has. $0 is the script.
 _SHELL = 'if command -v bash >/dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 _WORKER, _CONTAINER = "node", "train"
-_SECRET_KEY = "secret"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,34 +69,16 @@ def _host(name: str, pod: int) -> str:
     return f"{name}-{_WORKER}-0-{pod}.{name}"
 
 
-def _secret_name(name: str) -> str:
-    return f"{name}-secret"
-
-
-def secret_manifest(kubernetes: JobSetOptions) -> dict[str, Any]:
-    """Return a new secret of the job as JSON values."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": _secret_name(kubernetes.name)},
-        "type": "Opaque",
-        "stringData": {_SECRET_KEY: job_secret.make()},
-    }
-
-
 def _command(job: Job, kubernetes: JobSetOptions) -> str:
     """Return the shell script that the container runs."""
-    hosts = ",".join(_host(kubernetes.name, pod) for pod in range(job.nodes))
     among = [f"--coordinator={_host(kubernetes.name, 0)}:{COORDINATOR}", f"--num_processes={job.nodes}"]
-    watch = job.supervise(
-        f"--hosts={hosts}", f"--port={PORT}", f"--logs={job.logs}", f"--start_timeout={START_TIMEOUT}"
-    )
+    # Pods come when their images are there; a pod that was stopped before the last step has not succeeded.
+    among += [f"--coordinator_timeout={START_TIMEOUT}", f"--stopped_code={STOPPED}"]
     lines = [
         *kubernetes.setup,  # before `set -u`, because conda's scripts read unset variables
         "set -eu",
         # JOB_COMPLETION_INDEX is the pod's number in the Job, NODE_NAME the name of its machine.
-        f'exec python {shell(watch, 2)} --host="$JOB_COMPLETION_INDEX" --name="$NODE_NAME" -- \\',
-        f"  python {shell(job.run(*among), 2)} \\",
+        f"exec python {shell(job.run(*among), 2)} \\",
         '  --process_id="$JOB_COMPLETION_INDEX" --host_name="$NODE_NAME"',
     ]
     return "\n".join(lines) + "\n"
@@ -114,11 +94,6 @@ def _container(job: Job, kubernetes: JobSetOptions) -> dict[str, Any]:
     variables: list[dict[str, Any]] = [
         # The planner measures machines. After a restart, pods of the same name may be on other machines.
         {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-        # The job's processes know each other by it.
-        {
-            "name": job_secret.VARIABLE,
-            "valueFrom": {"secretKeyRef": {"name": _secret_name(kubernetes.name), "key": _SECRET_KEY}},
-        },
     ]
     container: dict[str, Any] = {
         "name": _CONTAINER,
@@ -126,7 +101,7 @@ def _container(job: Job, kubernetes: JobSetOptions) -> dict[str, Any]:
         "command": ["/bin/sh", "-c", _SHELL],
         "args": [_kept(_command(job, kubernetes))],
         "env": variables,
-        "ports": [{"containerPort": port, "protocol": "TCP"} for port in (PORT, COORDINATOR)],
+        "ports": [{"containerPort": COORDINATOR, "protocol": "TCP"}],
         "volumeMounts": [
             {"name": "out", "mountPath": kubernetes.mount},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
@@ -194,12 +169,8 @@ def manifest(job: Job, kubernetes: JobSetOptions) -> dict[str, Any]:
 
 
 def text(job: Job, kubernetes: JobSetOptions) -> str:
-    """Return the manifest as YAML: a new secret, and the JobSet."""
-    head = (
-        "# Written by planner.launch; kubectl apply -f takes it where the JobSet controller is installed.\n"
-        "# Its first part is the secret by which the job's processes know each other: keep the file to yourself.\n"
-    )
+    """Return the manifest as YAML."""
+    head = "# Written by planner.launch; kubectl apply -f takes it where the JobSet controller is installed.\n"
     if job.gpus_per_node and job.nodes > 1 and not kubernetes.rdma:
         head += "# No RDMA resource was named with --rdma, so NCCL will use TCP between nodes.\n"
-    parts = [secret_manifest(kubernetes), manifest(job, kubernetes)]
-    return head + yaml.dump_all(parts, Dumper=_Dumper, sort_keys=False, width=1000)
+    return head + yaml.dump(manifest(job, kubernetes), Dumper=_Dumper, sort_keys=False, width=1000)

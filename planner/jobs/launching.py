@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 
 from paxtrain.config.shipped import find
-from paxtrain.errors import MOST_SECONDS, UserError, whole
+from paxtrain.errors import UserError, whole
 from paxtrain.knobs import knob
 from planner.jobs import jobset, slurm
 from planner.jobs.job import Job, seconds
@@ -40,7 +40,6 @@ class LaunchOptions:
         plan: path of a plan.json; auto: plan for the nodes that the job gets.
         out: folder of the run, shared by all nodes; default: runs/job, or run in --mount.
         max_restarts: largest number of restarts after faults.
-        link_timeout: seconds for which a link or a host may be silent before it counts as lost.
         name: name of the job.
         nodes: number of nodes that the job asks for.
         gpus_per_node: number of GPUs of each node; 0: train on CPUs.
@@ -66,7 +65,6 @@ class LaunchOptions:
     plan: str = knob("auto")
     out: str = knob("")
     max_restarts: int = knob(10, least=0, most=1_000_000)
-    link_timeout: float = knob(60.0, least=1)
     name: str = knob("paxtrain")
     nodes: int | None = knob(None, least=1, most=16_384)
     gpus_per_node: int = knob(8, least=0, most=1024)
@@ -134,10 +132,6 @@ def job_of(options: LaunchOptions) -> Job:
     least = o.min_nodes or nodes
     if least > nodes:
         raise UserError(f"--min_nodes={least} is above --nodes={nodes}; it may be at most as many")
-    if not o.link_timeout <= MOST_SECONDS:
-        raise UserError(
-            f"--link_timeout must be a number of seconds, got {o.link_timeout}; {MOST_SECONDS:,.0f} is the most"
-        )
     if o.per_gpu and not o.gpus_per_node:
         raise UserError("--per_gpu needs --gpus_per_node of at least 1")
     if o.kind != "kubernetes":  # a container image may have other files than this machine
@@ -154,7 +148,6 @@ def job_of(options: LaunchOptions) -> Job:
         per_gpu=o.per_gpu,
         max_restarts=o.max_restarts,
         signal_ahead=o.signal_ahead,
-        link_timeout=o.link_timeout,
         arguments=o.arguments,
     )
 

@@ -1,28 +1,33 @@
-"""A job as processes of this machine, for trials: a supervisor and planner.run for each host."""
+"""A job as processes of this machine, for trials: planner.run for each host, and this process as their parent."""
 
 import contextlib
 import os
+import pathlib
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import IO
 
-from paxtrain.process import job_secret
+from paxtrain.process.progress import FAULT, STOPPED
 from planner.jobs.job import Job
-from planner.supervision.supervisor import FAULT, STOPPED
-from planner.supervision.worker_process import following
 
 _PROFILE = 20  # seconds for the measurement of links, which are all the same here
-_ALIKE = (b"error: ", b"note: ")  # beginnings of the lines that all supervisors print alike
+_GRACE = 10.0  # seconds that the others have to say their reason when one has failed
+_ALIKE = (b"error: ", b"note: ")  # beginnings of lines that several processes may print alike
+_GLOO = b"[Gloo] "  # begins lines about connections
+# This program asks the kernel (prctl PR_SET_PDEATHSIG) to kill it when its parent ends, so that no process keeps the
+# devices. Then it becomes the command. It is a separate program because a fork among threads must not run Python.
+_FOLLOW = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 class Local:
@@ -53,37 +58,29 @@ class Local:
                 self._say(f"starting again, {restart + 1} of {self._job.max_restarts} times")
             if code == STOPPED:
                 self._say("stopped; the same command continues from the checkpoint, if there is one")
-            elif code:
-                self._say(f"the logs are in {self._job.logs}")
             return 0 if code == STOPPED else code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _command(self, host: int, hosts: str, coordinator: int) -> list[str]:
-        """Return the command of one host's supervisor."""
-        job, count = self._job, self._job.nodes
-        mine = f"--hosts={hosts}", f"--host={host}", f"--name=host{host}", f"--logs={job.logs}"
-        among = f"--coordinator=127.0.0.1:{coordinator}", f"--num_processes={count}", f"--process_id={host}"
+    def _command(self, host: int, coordinator: int) -> list[str]:
+        """Return the command of one host."""
+        among = f"--coordinator=127.0.0.1:{coordinator}", f"--num_processes={self._job.nodes}", f"--process_id={host}"
         own = f"--host_name=host{host}", f"--cpu_devices={self._devices}", f"--profile_seconds={_PROFILE}"
         # Hosts share this machine's cores. Compute is measured on one, whose processor time tells how long it takes on
         # all at once; compiling the measurement on all of them would take as long as some training. The one that
-        # measures for all may take minutes; a lost process is reported sooner by its supervisor.
+        # measures for all may take minutes.
         shared = "--compute_hosts=1", "--answer_timeout=600"
-        run = [sys.executable, *job.run(*among, *own, *shared)]
-        return [sys.executable, *job.supervise(*mine), "--", *run]
+        return [sys.executable, *self._job.run(*among, *own, *shared)]
 
     def _start(self) -> int:
         """Start all hosts, wait for their end, and return one exit code for all of them."""
-        count = self._job.nodes
-        *ports, coordinator = _free_ports(count + 1)
-        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-        variables = {**os.environ, "JAX_PLATFORMS": "cpu", job_secret.VARIABLE: job_secret.make()}
+        coordinator = _free_port()
         self._said.clear()
-        for host in range(count):
+        for host in range(self._job.nodes):
             popen = subprocess.Popen(
-                following(self._command(host, hosts, coordinator)),
-                env=variables,
+                [sys.executable, "-I", "-S", "-c", _FOLLOW, *self._command(host, coordinator)],
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -95,23 +92,37 @@ class Local:
         copying = [threading.Thread(target=self._copy, args=(popen.stdout,)) for popen in self._running]
         for thread in copying:
             thread.start()
+        self._wait()
         codes = [popen.wait() for popen in self._running]
         for thread in copying:
             thread.join()
         self._running.clear()
-        return _of_all(codes, self._asked > 0)
+        return _of_all(codes, self._asked > 0, pathlib.Path(self._job.finished).exists())
+
+    def _wait(self) -> None:
+        """Wait until all have ended; when one fails, name it if a signal ended it, and kill the others soon."""
+        failed: float | None = None
+        while None in (codes := [popen.poll() for popen in self._running]):
+            if failed is None and any(codes):
+                failed = time.monotonic()
+                for host, code in enumerate(codes):
+                    if code is not None and code < 0 and not self._asked:
+                        self._say(f"error: host{host} was killed by {signal.Signals(-code).name}")
+            elif failed is not None and time.monotonic() > failed + _GRACE:
+                self._tell(signal.SIGKILL)
+            time.sleep(0.05)
 
     # --- Output -------------------------------------------------------------------------------------------------------
 
     def _copy(self, output: IO[bytes]) -> None:
-        """Print the output of a supervisor, except lines that another one has printed."""
+        """Print the output of a host, except lines that another one has printed."""
         with output:
             for line in output:
                 with self._lock:
                     again = line in self._said
                     if line.startswith(_ALIKE):
                         self._said.add(line)
-                    if not again and not line.startswith(b"log     "):
+                    if not again and not line.startswith(_GLOO):
                         with contextlib.suppress(OSError, ValueError):  # the reader is gone
                             sys.stdout.buffer.write(line)
                             sys.stdout.flush()
@@ -135,17 +146,17 @@ class Local:
                 popen.send_signal(number)
 
 
-def _of_all(codes: Sequence[int], asked: bool) -> int:
-    """Return one exit code for those of all supervisors.
+def _of_all(codes: Sequence[int], asked: bool, finished: bool) -> int:
+    """Return one exit code for those of all hosts.
 
     Args:
-        codes: exit code of each supervisor.
+        codes: exit code of each host.
         asked: whether the user has asked them to end.
+        finished: whether all steps are done.
     """
     if set(codes) == {0}:
-        return 0
+        return 0 if finished else STOPPED
     if 2 in codes:
         return 2
     # A process that is asked before it handles the signal is ended by it.
-    stopped = {0, STOPPED, -signal.SIGTERM} if asked else {0, STOPPED}
-    return STOPPED if set(codes) <= stopped else FAULT
+    return STOPPED if asked and set(codes) <= {0, -signal.SIGTERM} else FAULT

@@ -4,9 +4,8 @@ import dataclasses
 import re
 import shlex
 
-from paxtrain.process import job_secret
-from planner.jobs.job import GPU_VARIABLES, LOGS, Job, shell
-from planner.supervision.supervisor import FAULT, STOPPED
+from paxtrain.process.progress import FAULT
+from planner.jobs.job import GPU_VARIABLES, Job, shell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,19 +33,15 @@ _SCRIPT = """\
 #!/bin/bash
 # Written by planner.launch; submit it with sbatch, from the folder that has paxtrain in it.
 #
-# It starts a supervisor (planner.supervise) with planner.run for each process. SLURM requeues the job when a node fails
-# or a job of higher priority preempts it. The script itself requeues it with a checkpoint when the time limit is near,
-# and after a fault if all nodes live. Training continues from the last good checkpoint, on the nodes of the new start.
+# It starts planner.run for each process. SLURM requeues the job when a node fails or a job of higher priority preempts
+# it. The script itself requeues it with a checkpoint when the time limit is near, and after a fault if all nodes live.
+# Training continues from the last good checkpoint, on the nodes of the new start.
 {options}
 {setup}set -u
 
 out={out}
-logs=$out/{logs}
 processes={processes}  # of each node
 restarts={restarts}  # after faults, so often at most
-# The job's processes know each other by it. srun hands it on; it is in no file and on no command line.
-{secret}=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
-export {secret}
 {variables}
 say() { printf '%s %s\\n' "$(date '+%F %T')" "$*"; }
 
@@ -57,7 +52,7 @@ requeue() { # why
   exit 1
 }
 
-# Supervisors say the same sentence on all nodes: it is passed on once. Each also names its log: $logs has them all.
+# What all nodes say alike is passed on once.
 once() {
   local line
   local -A said=()
@@ -67,22 +62,15 @@ once() {
         [[ -n ${said["$line"]:-} ]] && continue
         said["$line"]=1
         ;;
-      'log     '*) continue ;;
     esac
     printf '%s\\n' "$line"
   done
 }
 
-# srun leaves the others alone when one task fails: the supervisors end all of them when they have agreed on the cause.
-# Should they not, --wait does.
+# srun names the task that fails first, and ends all others.
 step() {
-  local hosts port
-  hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)
-  port=$((20000 + SLURM_JOB_ID % 750 * 16))  # jobs may share a node; below the ports that the kernel gives away
   srun --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * processes)) \\
-    --ntasks-per-node="$processes" --distribution=block --cpu-bind=none --mpi=none --kill-on-bad-exit=0 --wait=600 \\
-    python {supervise} \\
-    --hosts="$hosts" --port="$port" --per_host="$processes" --logs="$logs" -- \\
+    --ntasks-per-node="$processes" --distribution=block --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --wait=600 \\
     python {run} 2>&1 | once
   return "${PIPESTATUS[0]}"
 }
@@ -90,8 +78,8 @@ step() {
 limit=  # set when the time limit is near
 trap 'limit=near; say "the time limit is near"; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-mkdir -p "$logs" || exit 2
-say "start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID, on $SLURM_JOB_NODELIST; logs in $logs"
+mkdir -p "$out" || exit 2
+say "start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID, on $SLURM_JOB_NODELIST"
 step &
 while true; do
   wait "$!"
@@ -99,7 +87,7 @@ while true; do
   kill -0 "$!" 2>/dev/null || break  # else a signal has ended the wait, not the step
 done
 
-if ((code == 0)); then
+if [[ $code == 0 && -e $out/finished ]]; then
   say "finished"
   exit 0
 elif ((code == 2)); then
@@ -111,7 +99,7 @@ elif ((code == 2)); then
   exit 2
 elif [[ -n $limit ]]; then
   requeue "stopped ahead of the time limit"
-elif ((code == {stopped})); then
+elif ((code == 0)); then
   # SIGTERM to the steps alone comes from a preemption with a grace time, or from the user.
   if scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
     requeue "preempted"
@@ -121,7 +109,7 @@ elif ((code == {stopped})); then
   exit 0
 fi
 
-count=$logs/faults.$SLURM_JOB_ID
+count=$out/faults.$SLURM_JOB_ID
 faults=$(cat "$count" 2>/dev/null)
 [[ $faults =~ ^[0-9]{1,6}$ ]] || faults=0  # bash would run commands that are in a number
 faults=$((10#$faults + 1))
@@ -129,7 +117,7 @@ if ((faults > restarts)); then
   say "the last of $faults faults, of which $restarts are allowed (--max_restarts)"
   exit {fault}
 elif ! echo "$faults" >"$count"; then
-  say "cannot write to $logs"
+  say "cannot write to $out"
   exit {fault}
 fi
 requeue "fault $faults of $restarts"
@@ -171,7 +159,6 @@ def script(job: Job, slurm: SlurmOptions) -> str:
     values = {
         "options": "\n".join(_options(job, slurm)),
         "out": shlex.quote(job.out),
-        "logs": LOGS,
         "nodes": str(job.nodes),
         "processes": str(job.processes_per_node),
         "restarts": str(job.max_restarts),
@@ -179,10 +166,7 @@ def script(job: Job, slurm: SlurmOptions) -> str:
         # since it may set `out`.
         "setup": "".join(f"{line}\n" for line in slurm.setup),
         "variables": "".join(f"{line}\n" for line in _variables(job)),
-        "supervise": shell(job.supervise()),
         "run": shell(job.run()),
-        "secret": job_secret.VARIABLE,
-        "stopped": str(STOPPED),
         "fault": str(FAULT),
     }
     return re.sub(r"(?<!\$)\{([a-z]+)\}", lambda found: values[found[1]], _SCRIPT)

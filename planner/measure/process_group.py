@@ -16,12 +16,11 @@ from typing import Any, TypeVar, overload
 
 import jax
 
-from paxtrain.errors import PREFIX, UserError, is_full, told
-from paxtrain.process import distributed, failures, jax_private
-from paxtrain.process.sealed import printable
+from paxtrain.errors import PREFIX, LostError, UserError, is_full, printable, told
+from paxtrain.process import distributed, jax_private
 
 _GRACE = 2.0  # seconds for which a failing process 0 keeps the store up, so that the others can read the reason
-ADVICE = f"{failures.CHECK_ITS_HOST} and reachable from the others"
+ADVICE = "see whether its host is up and reachable from the others"
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -30,7 +29,9 @@ R = TypeVar("R")
 def _failure(answer: dict[str, Any]) -> Exception:
     """Return the error of another process as this one's, from what `ProcessGroup.gather` got instead of a value."""
     text = printable(str(answer["error"]))
-    return OSError(errno.ENOSPC, text) if answer.get("full") else UserError(text)
+    if answer.get("full"):
+        return OSError(errno.ENOSPC, text)
+    return LostError(text) if answer.get("lost") else UserError(text)
 
 
 class ProcessGroup:
@@ -63,7 +64,7 @@ class ProcessGroup:
         try:
             answer = json.loads(self._store.blocking_key_value_get(self._key(process), int(1000 * seconds)))
         except RuntimeError as error:
-            raise UserError(f"{self.names[process]} has not answered for {seconds:g} s; {ADVICE}") from error
+            raise LostError(f"{self.names[process]} has not answered for {seconds:g} s; {ADVICE}") from error
         if isinstance(answer, dict) and "error" in answer:
             raise _failure(answer)
         return answer
@@ -84,7 +85,7 @@ class ProcessGroup:
             verdict: function of the values of all processes, called on process 0 only; default: the values themselves.
 
         Raises:
-            UserError: the verdict raised it, or a process did not call or failed. Every process raises the same.
+            UserError, LostError: the verdict raised it, or a process did not call. Every process raises the same.
         """
         self._round += 1
         if self.count == 1:
@@ -104,9 +105,9 @@ class ProcessGroup:
 
     def _told(self, error: Exception) -> dict[str, object]:
         """Return what the others learn of an error of process 0, so that they do not wait for it."""
-        elsewhere = f"{self.names[0]} failed ({type(error).__name__}); {failures.BAD_INPUT_ELSEWHERE}"
-        if isinstance(error, UserError):
-            return {"error": str(error)}
+        elsewhere = f"{self.names[0]} failed ({type(error).__name__}); its own output says what"
+        if isinstance(error, UserError | LostError):
+            return {"error": str(error), "lost": isinstance(error, LostError)}
         return {"error": elsewhere, "full": is_full(error)}
 
     def agree(self, value: float) -> float:
@@ -124,14 +125,19 @@ class ProcessGroup:
         except RuntimeError as error:
             self.fail(f"{self.names[self.process]} lost another process ({' '.join(str(error).split())}); {ADVICE}")
 
-    def fail(self, message: str) -> None:
-        """End this process with an error message; the others end with the same message at their next gather."""
+    def fail(self, message: str, lost: bool = True) -> None:
+        """End this process with an error message; the others end with the same message at their next gather.
+
+        Args:
+            message: the sentence.
+            lost: whether another process is lost; False: bad input, which has another exit code.
+        """
         print(f"{PREFIX}{printable(message)}", flush=True, file=sys.stderr)
         if self.count > 1:
             with contextlib.suppress(RuntimeError):
-                self._store.key_value_set(self._key(self.process, 1), json.dumps({"error": message}))
+                self._store.key_value_set(self._key(self.process, 1), json.dumps({"error": message, "lost": lost}))
             time.sleep(_GRACE if self.process == 0 else 0)
-        os._exit(2)  # an orderly exit would wait for the processes that are lost
+        os._exit(1 if lost else 2)  # an orderly exit would wait for the processes that are lost
 
     @contextlib.contextmanager
     def watch(self, me: str, other: str) -> Iterator[None]:

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import jax
 
-from paxtrain.errors import UserError
+from paxtrain.errors import LostError, UserError
 from paxtrain.process import jax_private, listening
-from paxtrain.process.failures import CHECK_ITS_NETWORK
 from paxtrain.tables import some
 from planner.measure.process_group import ADVICE, ProcessGroup
 
@@ -117,14 +116,14 @@ def unreachable(names: list[str], addresses: list[str], failures: list[tuple[int
         advice = _OWN_NAME if _loopback(addresses[worst]) else ADVICE
         return f"{names[worst]} ({addresses[worst]}) cannot be reached from {some(from_)}: {why[0]}; {advice}"
     to = [names[b] for a, b, _ in failures if a == worst]
-    return f"{names[worst]} ({addresses[worst]}) cannot reach {some(to)}: {why[0]}; {CHECK_ITS_NETWORK}"
+    return f"{names[worst]} ({addresses[worst]}) cannot reach {some(to)}: {why[0]}; see whether its network is up"
 
 
 def check_reachable(group: ProcessGroup) -> None:
     """Connect every process with every other one, before a collective would hang on a pair that cannot connect.
 
     Raises:
-        UserError: on every process, naming the one that cannot be reached.
+        UserError, LostError: on every process, naming the one that cannot be reached; bad input if its name is wrong.
     """
     if group.count == 1:
         return
@@ -140,6 +139,7 @@ def check_reachable(group: ProcessGroup) -> None:
         def verdict(values: list[list[tuple[int, int, str]]]) -> None:
             failed = [failure for failures in values for failure in failures]
             if failed:
-                raise UserError(unreachable(group.names, addresses, failed))
+                sentence = unreachable(group.names, addresses, failed)
+                raise (UserError if _OWN_NAME in sentence else LostError)(sentence)
 
         group.gather(failures, verdict)

@@ -72,7 +72,7 @@ def check_devices(group: ProcessGroup, gpus: int, host: str) -> None:
     """
     problem = wrong_devices(jax.local_devices(), gpus, host)
     if problem and group.count > 1:
-        group.fail(problem)
+        group.fail(problem, lost=False)
     if problem:
         raise UserError(problem)
 

@@ -19,9 +19,8 @@ from paxtrain import files, tables
 from paxtrain.config import Config, MeshConfig, OuterConfig, PipelineConfig, from_dict, read_section
 from paxtrain.config import plan as plans
 from paxtrain.config.plan import Plan
-from paxtrain.errors import UserError
-from paxtrain.process import supervised
-from paxtrain.process.sealed import printable
+from paxtrain.errors import UserError, printable
+from paxtrain.process.progress import Progress
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.measure import profile_cluster, profile_compute
@@ -102,9 +101,7 @@ def measurable(values: Mapping[str, Any]) -> Config:
     return from_dict({**values, "mesh": {}, "pipeline": {"save": save}, "batch": {}, "compress": {}, "outer": {}})
 
 
-def decide(
-    group: ProcessGroup, machines: Machines, request: PlanRequest, why: str, progress: supervised.Progress
-) -> Decision:
+def decide(group: ProcessGroup, machines: Machines, request: PlanRequest, why: str, progress: Progress) -> Decision:
     """Decide on the plan, the same on every process.
 
     Args:

@@ -3,5 +3,4 @@
 executor.py     the simulator beside the executor
 placement.py    the quality of placements
 speed.py        the time and memory of dry runs
-messages.py     the cost of messages between supervisors
 """

@@ -5,18 +5,17 @@ executor         the simulator beside the executor: pipe=2 over two real process
 placement        placements beside exhaustive search, and their gains on measured links
 placement_large  placements on 128 and 1,024 hosts; not run by default
 speed            whole dry runs for 128, 1,024 and 8,192 devices
-messages         what authentication adds to a message between supervisors; not run by default
 """
 
 from collections.abc import Sequence
 
 from absl import flags
 
-from experiments.bench.planner import executor, messages, placement, speed
+from experiments.bench.planner import executor, placement, speed
 from paxtrain.command_line import run
 from paxtrain.errors import UserError
 
-SECTIONS = ("executor", "placement", "placement_large", "speed", "messages")
+SECTIONS = ("executor", "placement", "placement_large", "speed")
 DEFAULT = ("executor", "placement", "speed")
 HINT = f"choose with --sections={','.join(SECTIONS)}"
 
@@ -38,8 +37,6 @@ def main(argv: Sequence[str]) -> None:
             placement.measured(f.cluster)
         elif section == "placement_large":
             placement.large()
-        elif section == "messages":
-            messages.messages()
         else:
             speed.speed()
 

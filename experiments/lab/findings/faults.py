@@ -1,4 +1,4 @@
-"""Faults, how each ends, and how training continues."""
+"""Faults, and how training ends."""
 
 import collections
 import pathlib
@@ -34,6 +34,6 @@ def section(folder: pathlib.Path) -> Section:
         figures = [_value(line[name]) if name in line else "" for name in columns]
         rows.append((line["fault"], line.get("sentence", ""), "; ".join(rest), *figures))
     headings = ("fault", "what is said", "also", *map(_heading, columns))
-    words = """One supervised run on four hosts passes through all faults, one after the other; docs/faults.md
-    describes the guarantees."""
+    words = """A run on three hosts under srun --kill-on-bad-exit=1 with --lost_timeout=30; docs/faults.md says
+    what is promised."""
     return Section(TITLE, lab("faults"), (SOURCE,), (), (words, table(headings, rows, words=3)))

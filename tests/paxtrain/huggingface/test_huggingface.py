@@ -20,7 +20,6 @@ from paxtrain.huggingface.files import INDEX, ModelArrays
 from paxtrain.huggingface.importing import import_model
 from paxtrain.model import transformer
 from paxtrain.parallel.mesh import make_mesh
-from paxtrain.process.supervised import Progress
 from paxtrain.run import sampling
 from paxtrain.run.checkpoint import Checkpoints
 from paxtrain.run.run import Run
@@ -170,7 +169,7 @@ def test_training_goes_on_from_an_imported_model(tmp_path):
         data={"train": str(tmp_path / "train"), "validation": str(tmp_path / "validation")},
     )
     import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
-    assert Run(config, make_mesh(config.mesh), Progress({})).train().finished
+    assert Run(config, make_mesh(config.mesh)).train().finished
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     params = architectures.params(weights.__getitem__, config.model)
     validation = token_files.load(config.data.validation, vocab_size=101, sequence=24)

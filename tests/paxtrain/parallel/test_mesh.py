@@ -15,10 +15,8 @@ from paxtrain.parallel.mesh import (
     from_process_rows,
     host_major,
     make_mesh,
-    mesh_position,
     process_rows,
 )
-from paxtrain.process.supervised import MeshPosition
 
 
 def ids(mesh):
@@ -106,21 +104,3 @@ def test_a_global_array_of_a_processs_rows(sizes):
     np.testing.assert_array_equal(from_process_rows(sharding, values.shape, backwards, values[backwards]), values)
     for shard in array.addressable_shards:
         np.testing.assert_array_equal(shard.data, values[shard.index])
-
-
-@pytest.mark.parametrize(
-    ("shape", "per_process", "process", "expected"),
-    [
-        ((2, 2, 1), 1, 3, MeshPosition(3, "stage 1, data 1", (1, 2))),
-        ((1, 4, 1), 1, 2, MeshPosition(2, "stage 2", (1, 3))),  # a ring, so that 0 and 3 are neighbours, too
-        ((1, 4, 1), 1, 0, MeshPosition(0, "stage 0", (1, 3))),
-        ((2, 4, 2), 2, 5, MeshPosition(5, "stage 1, data 1", (1, 4, 6))),  # all of tensor, which says nothing
-        ((2, 4, 2), 4, 1, MeshPosition(1, "stages 2, 3, data 0", (0, 3))),
-        ((1, 2, 2), 1, 1, MeshPosition(1, "stage 0, tensor 1", (0, 3))),
-        ((2, 2, 2), 8, 0, MeshPosition(0, "", ())),
-    ],
-)
-def test_the_position_of_a_process(shape, per_process, process, expected):
-    devices = [SimpleNamespace(process_index=i // per_process) for i in range(np.prod(shape))]
-    mesh = SimpleNamespace(devices=np.array(devices, dtype=object).reshape(shape))
-    assert mesh_position(mesh, process) == expected

@@ -3,6 +3,7 @@
 import errno
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -38,6 +39,8 @@ def joined(monkeypatch):
     for variable in LAUNCHERS:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(distributed.jax_private, "name_missing_processes", lambda seconds: None)
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     before = jax.config.jax_cpu_collectives_implementation
     yield calls
     jax.config.update("jax_cpu_collectives_implementation", before)
@@ -137,11 +140,17 @@ def test_flags_that_make_no_sense(joined, flags, words):
     assert joined == []
 
 
-def test_the_heartbeat_reaches_the_runtime(joined):
-    distributed.initialize("localhost:1234", 4, 3, 10)
-    distributed.initialize("localhost:1234", 4, 3, 10, heartbeat=260)
-    [(_, usual), (_, asked)] = joined
-    assert "heartbeat_timeout_seconds" not in usual and asked["heartbeat_timeout_seconds"] == 260
+@pytest.mark.parametrize("given", ["", "--xla_cpu_collective_timeout_seconds=7 --xla_dump_to=/x"])
+def test_one_limit_for_lost_processes_reaches_collectives_and_the_runtime(joined, monkeypatch, given):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    distributed.initialize("localhost:1234", 4, 3, 10, lost=29.5)
+    [(_, asked)] = joined
+    assert asked["heartbeat_timeout_seconds"] == 30
+    flags = os.environ["XLA_FLAGS"].split()
+    assert sorted(flags) == sorted(
+        (given.split() or ["--xla_cpu_collective_timeout_seconds=45"])
+        + ["--xla_gpu_nccl_termination_timeout_seconds=45"]
+    )
 
 
 def test_waiting_for_all_is_no_collective(monkeypatch):
@@ -181,35 +190,36 @@ def test_what_the_runtime_says_becomes_one_sentence(joined, monkeypatch):
         distributed.initialize("localhost:22", 2, 0, 1)
 
 
-def test_the_limit_ends_with_the_meeting(joined):
+def test_the_limit_ends_with_the_meeting(joined, monkeypatch):
     """The limit does not end processes that have joined."""
-    distributed.initialize("localhost:1234", 2, 1, 2)
-    time.sleep(2.2)
+    monkeypatch.setattr(distributed, "_LATER", 0.1)
+    distributed.initialize("localhost:1234", 2, 1, 0.1)
+    time.sleep(0.4)
 
 
-def test_nobody_waits_longer_than_the_limit():
-    """The coordinator of process 1 never answers, and no other process joins process 0; all run at once.
-
-    The runtime would go on for a minute and then abort with another code.
-    """
+def test_nobody_waits_longer_than_the_limit_and_the_missing_one_is_named():
+    """The coordinator of the first two never answers. Of three others one does not come; all run at once."""
     code = (
-        "import sys; from paxtrain.process import distributed; "
-        "distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), 1)"
+        "import sys; from paxtrain.process import distributed; distributed._LATER = 30 if sys.argv[2] == '3' else 0; "
+        "distributed.initialize(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), 2)"
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
-        free = server.getsockname()[1]
-    cases = [("192.0.2.1:9", "1"), ("localhost:1", "1"), (f"127.0.0.1:{free}", "0")]  # the first is for documentation
+        free = f"127.0.0.1:{server.getsockname()[1]}"
+    cases = [("192.0.2.1:9", "2", "1"), ("localhost:1", "2", "1"), (free, "3", "0"), (free, "3", "1")]
     processes = [
         subprocess.Popen([sys.executable, "-c", code, *case], stderr=subprocess.PIPE, text=True, cwd=ROOT)
         for case in cases
     ]
-    for process, (coordinator, number) in zip(processes, cases):
+    for process, (coordinator, count, number) in zip(processes, cases):
         _, said = process.communicate(timeout=300)
-        assert process.returncode == 2, said
-        assert said.splitlines() == [
-            f"error: the processes did not find each other within 1 s (process {number} of 2, coordinator "
-            f"{coordinator}); start all of them, or give a larger --coordinator_timeout"
-        ]
+        if count == "3":
+            assert process.returncode == -signal.SIGABRT and "timed out task names:\n2\n" in said, said
+            continue
+        assert process.returncode == 1, said
+        assert said.startswith(
+            f"error: the processes did not find each other within 2 s (process {number} of 2, coordinator "
+            f"{coordinator}); see whether process 0 is up and can be reached"
+        )
 
 
 @pytest.mark.parametrize(

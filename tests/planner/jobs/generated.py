@@ -7,17 +7,15 @@ import re
 import subprocess
 import sys
 
-import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from paxtrain.process import job_secret
 from planner.jobs import slurm
 from planner.jobs.job import Job
-from planner.supervision.supervisor import STOPPED
 
 JOB = Job("configs/tiny.py", "auto", "run", nodes=4, min_nodes=2, gpus_per_node=8, max_restarts=2)
 
-# Stand-ins: srun writes its arguments and the text of SAYS, and ends with the code that CODES has for this start;
+# Stand-ins: srun writes its arguments and the text of SAYS, and ends with the code that CODES has for this start (or 0,
+# if all steps are "finished", or once it was stopped after a "wait");
 # scontrol and scancel write their arguments into a file.
 SRUN = """#!{python}
 import json, os, pathlib, signal, sys, time
@@ -26,14 +24,15 @@ with (here / "srun").open("a") as file:
     print(json.dumps(sys.argv[1:]), file=file)
 print(os.environ.get("SAYS", ""), flush=True)
 print(os.environ.get("SAYS", ""), file=sys.stderr, flush=True)
-codes = os.environ["CODES"].split(",")
 starts = len((here / "srun").read_text().splitlines())
-if codes[starts - 1] == "wait":
+code = os.environ["CODES"].split(",")[starts - 1]
+if code == "wait":
     until = time.monotonic() + 20
     while "--signal=TERM" not in (here / "asked").read_text() and time.monotonic() < until:
         time.sleep(0.02)
-    sys.exit({stopped})
-sys.exit(int(codes[starts - 1]))
+if code == "finished":
+    (here / "run" / "finished").touch()
+sys.exit(int(code) if code.isdecimal() else 0)
 """
 ASKED = """#!/bin/bash
 echo "${{0##*/}} $*" >>{here}/asked
@@ -51,7 +50,7 @@ class Batch:
         commands = folder / "bin"
         commands.mkdir()
         (folder / "asked").touch()
-        (commands / "srun").write_text(SRUN.format(python=sys.executable, here=str(folder), stopped=STOPPED))
+        (commands / "srun").write_text(SRUN.format(python=sys.executable, here=str(folder)))
         for name in ("scontrol", "scancel"):
             (commands / name).write_text(ASKED.format(here=folder))
         for file in commands.iterdir():
@@ -108,18 +107,6 @@ def assert_valid(manifest):
     assert policy["restartStrategy"] in ("Recreate", "BlockingRecreate")
     for rule in policy["rules"]:
         assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
-
-
-def jobset_of(text):
-    """Return the JobSet of a manifest, whose first part is the job's secret."""
-    secret, manifest = yaml.safe_load_all(text)
-    assert (secret["kind"], secret["metadata"]) == ("Secret", {"name": f"{manifest['metadata']['name']}-secret"})
-    [value] = secret["stringData"].values()
-    assert len(value) == 64 and text.count(value) == 1
-    container = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    [entry] = [each for each in container["env"] if each["name"] == job_secret.VARIABLE]
-    assert entry["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
-    return manifest
 
 
 def as_kubernetes_expands(text: str, variables: dict[str, str]) -> str:

@@ -47,7 +47,7 @@ def test_the_image_has_the_modules_that_the_jobset_runs(stages, stage):
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     [script] = pod["containers"][0]["args"]
     modules = re.findall(r"-m ([\w.]+)", script)
-    assert modules == ["planner.supervise", "planner.run"]
+    assert modules == ["planner.run"]
     instructions = stages[stage]
     assert not [what for what, _ in instructions if what in ("ENTRYPOINT", "CMD")]
     copied = [a.split() for what, a in instructions if what == "COPY"]

@@ -15,10 +15,10 @@ import yaml
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
 from paxtrain.config import plan as plans
+from paxtrain.process.progress import FAULT, STOPPED
 from planner import launch as main
 from planner.jobs import job as jobs
 from planner.jobs import jobset, slurm
-from planner.supervision.supervisor import FAULT, STOPPED
 from tests import mains
 from tests.planner.jobs.generated import (
     JOB,
@@ -28,7 +28,6 @@ from tests.planner.jobs.generated import (
     as_kubernetes_expands,
     assert_valid,
     at,
-    jobset_of,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -46,38 +45,24 @@ def batch(tmp_path):
     return Batch(tmp_path)
 
 
-def test_the_script_starts_a_supervisor_and_a_run_on_every_node(tmp_path):
+def test_the_script_starts_a_run_on_every_node(tmp_path):
     job = dataclasses.replace(JOB, arguments=(f"--config.data.train={ODD}", "--compress=none"))
     batch = Batch(tmp_path, job)
-    code, said = batch.run("0")
-    assert code == 0 and "finished" in said and batch.requeued == 0
+    code, said = batch.run("finished")
+    assert code == 0 and said.splitlines()[-1].endswith(" finished") and batch.requeued == 0
     [given] = batch.given
-    srun, supervise, run = [], [], []
-    for argument in given:
-        if argument == "python":
-            into = supervise if not supervise else run
-        elif argument == "--":
-            continue
-        elif not supervise and not run:
-            into = srun
-        into.append(argument)
-    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--kill-on-bad-exit=0"} <= set(srun)
-    assert {"--hosts=n1,n2,n3", f"--port={20_000 + 7 * 16}", "--per_host=1", f"--logs={batch.job.logs}"} <= set(
-        supervise
-    )
+    srun, run = given[: given.index("python")], given[given.index("python") :]
+    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(srun)
     assert run[:3] == ["python", "-m", "planner.run"]
     assert {"--plan=auto", f"--out={batch.job.out}", f"--config.data.train={ODD}", "--compress=none"} <= set(run)
-    assert (tmp_path / "run" / "logs").is_dir()
 
 
 def test_setup_comes_before_all_else(tmp_path):
     """Setup lines may read variables that are not set, and set variables that the script uses too."""
-    batch = Batch(
-        tmp_path, own=slurm.SlurmOptions(setup=("echo entered$UNSET", "out=/elsewhere logs=/elsewhere restarts=0"))
-    )
-    code, said = batch.run("3")
+    batch = Batch(tmp_path, own=slurm.SlurmOptions(setup=("echo entered$UNSET", "out=/elsewhere restarts=0")))
+    code, said = batch.run("1")
     assert code == 0 and "entered\n" in said and "fault 1 of 2; the job is requeued" in said
-    assert f"--logs={batch.job.logs}" in batch.given[0]
+    assert f"--out={batch.job.out}" in batch.given[0] and (tmp_path / "run" / "faults.7").exists()
 
 
 @pytest.mark.parametrize("gpus, per_gpu, wanted", [(8, False, 8), (8, True, 1), (0, False, 0)])
@@ -102,16 +87,16 @@ def test_on_fewer_nodes_a_plan_from_a_file_is_made_anew():
 def test_one_process_per_gpu(tmp_path):
     batch = Batch(tmp_path, dataclasses.replace(JOB, per_gpu=True))
     assert batch.run("0")[0] == 0
-    assert {"--ntasks=24", "--ntasks-per-node=8", "--distribution=block", "--per_host=8"} <= set(batch.given[0])
+    assert {"--ntasks=24", "--ntasks-per-node=8", "--distribution=block"} <= set(batch.given[0])
 
 
 def test_a_fault_is_tried_again_and_only_so_often(batch):
-    sentence = "error: n2: the worker was killed by SIGKILL, after step 9; start again"
+    sentence = "error: process 1 on n2: another process has ended or hangs, after step 9"
     for start in (1, 2):
-        code, said = batch.run("3,137,3", SAYS=sentence)
+        code, said = batch.run("1,137,1", SAYS=sentence)
         assert code == 0 and f"fault {start} of 2; the job is requeued" in said and batch.requeued == start
         assert said.count(sentence) == 1  # it came on stdout and on stderr, as from two nodes
-    code, said = batch.run("3,137,3")
+    code, said = batch.run("1,137,1")
     assert code == FAULT and batch.requeued == 2 and "--max_restarts" in said
 
 
@@ -126,10 +111,10 @@ def test_bad_input_is_not_tried_again(batch):
 @pytest.mark.parametrize("content", ["a[$(touch canary)]", "$(touch canary)", "`touch canary`", "1;touch canary", "08"])
 def test_the_count_of_faults_is_a_number_and_no_program(batch, tmp_path, content):
     """bash's arithmetic runs commands that are in a variable's subscript."""
-    logs, canary = pathlib.Path(batch.job.logs), tmp_path / "canary"
-    logs.mkdir(parents=True)
-    (logs / "faults.7").write_text(content.replace("canary", str(canary)) + "\n")
-    code, said = batch.run("3")
+    out, canary = pathlib.Path(batch.job.out), tmp_path / "canary"
+    out.mkdir()
+    (out / "faults.7").write_text(content.replace("canary", str(canary)) + "\n")
+    code, said = batch.run("1")
     first = 9 if content == "08" else 1
     assert (f"the last of {first} faults" if content == "08" else f"fault {first} of 2") in said
     assert code == (FAULT if content == "08" else 0) and not canary.exists()
@@ -139,17 +124,15 @@ def test_the_count_of_faults_is_a_number_and_no_program(batch, tmp_path, content
 
 
 def test_where_faults_cannot_be_counted_it_ends(batch):
-    logs = pathlib.Path(batch.job.logs)
-    logs.mkdir(parents=True)
-    (logs / "faults.7").mkdir()
-    code, said = batch.run("3")
+    (pathlib.Path(batch.job.out) / "faults.7").mkdir(parents=True)
+    code, said = batch.run("1")
     assert code == FAULT and batch.requeued == 0 and "cannot write" in said
 
 
 def test_stopped_by_the_user_it_stays_so_and_preempted_it_comes_back(batch):
-    code, said = batch.run(f"{STOPPED},{STOPPED}")
+    code, said = batch.run("0,0")
     assert code == 0 and batch.requeued == 0 and "scontrol requeue 7 (within minutes) or sbatch continues" in said
-    code, said = batch.run(f"{STOPPED},{STOPPED}", PREEMPTED="2026-01-02T03:04:05")
+    code, said = batch.run("0,0", PREEMPTED="2026-01-02T03:04:05")
     assert code == 0 and batch.requeued == 1 and "preempted" in said
 
 
@@ -162,7 +145,7 @@ def test_ahead_of_the_time_limit_the_step_is_stopped_and_the_job_requeued(batch)
     said, _ = popen.communicate(timeout=30)
     assert popen.returncode == 0 and batch.requeued == 1 and "ahead of the time limit" in said
     assert "scancel --signal=TERM 7" in (batch.folder / "asked").read_text()
-    assert not list(pathlib.Path(batch.job.logs).iterdir())  # it counts as no fault
+    assert not list(pathlib.Path(batch.job.out).iterdir())  # it counts as no fault
 
 
 def test_options_of_sbatch():
@@ -228,7 +211,7 @@ def test_times_as_slurm_writes_them(time, seconds):
 
 
 def test_the_manifest_is_a_jobset():
-    manifest = jobset_of(jobset.text(dataclasses.replace(JOB, out="/data/run"), POD))
+    manifest = yaml.safe_load(jobset.text(dataclasses.replace(JOB, out="/data/run"), POD))
     assert_valid(manifest)
     spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = spec["template"]["spec"]
@@ -249,7 +232,7 @@ def test_rdma_resources_are_named_or_said_to_be_missing():
     assert "so NCCL will use TCP between nodes" in without.split("apiVersion")[0]
     text = jobset.text(JOB, dataclasses.replace(POD, rdma={"rdma/hca": 8}))
     assert "TCP" not in text.split("apiVersion")[0]
-    _, manifest = yaml.safe_load_all(text)
+    manifest = yaml.safe_load(text)
     assert_valid(manifest)
     [container] = at(manifest, *POD_SPEC)["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/hca": "8"}
@@ -276,7 +259,7 @@ def test_rdma_resources_are_named_or_said_to_be_missing():
     ],
 )
 def test_a_broken_manifest_is_refused(where, key, value):
-    manifest = jobset_of(jobset.text(JOB, POD))
+    manifest = yaml.safe_load(jobset.text(JOB, POD))
     assert_valid(manifest)
     at(manifest, *where)[key] = value
     with pytest.raises((ValueError, AssertionError, TypeError)):
@@ -290,7 +273,7 @@ def test_what_a_pod_runs(tmp_path, shell):
     job = dataclasses.replace(JOB, out="/data/run", arguments=(f"--saves={ODD}", dollars))
     (tmp_path / "enter").write_text("export FROM_SETUP=1$UNSET\n")
     pod = dataclasses.replace(POD, setup=(f"{'source' if shell == 'bash' else '.'} {tmp_path}/enter",))
-    manifest = jobset_of(jobset.text(job, pod))
+    manifest = yaml.safe_load(jobset.text(job, pod))
     [container] = at(manifest, *POD_SPEC)["containers"]
     say = "import json, os, sys\nassert os.environ['FROM_SETUP'] == '1'\nprint(json.dumps(sys.argv[1:]))\n"
     (tmp_path / "python").write_text(f"#!{sys.executable}\n{say}")
@@ -301,14 +284,11 @@ def test_what_a_pod_runs(tmp_path, shell):
     command = [*container["command"], *(as_kubernetes_expands(text, given) for text in container["args"])]
     done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)
-    supervise, run = said[: said.index("--")], said[said.index("--") + 1 :]
-    hosts = ",".join(f"tiny-node-0-{i}.tiny" for i in range(4))
-    assert supervise[:2] == ["-m", "planner.supervise"]
-    assert {f"--hosts={hosts}", "--host=3", "--name=gpu-17"} <= set(supervise)
-    assert f"--start_timeout={jobset.START_TIMEOUT}" in supervise and jobset.START_TIMEOUT > 3600  # images are large
-    assert run[:3] == ["python", "-m", "planner.run"]
-    assert {"--coordinator=tiny-node-0-0.tiny:9101", "--num_processes=4", "--process_id=3"} <= set(run)
-    assert {"--host_name=gpu-17", "--out=/data/run", f"--saves={ODD}", dollars} <= set(run)
+    assert said[:2] == ["-m", "planner.run"]
+    assert {"--coordinator=tiny-node-0-0.tiny:9101", "--num_processes=4", "--process_id=3"} <= set(said)
+    assert {"--host_name=gpu-17", "--out=/data/run", f"--saves={ODD}", dollars} <= set(said)
+    timeout = f"--coordinator_timeout={jobset.START_TIMEOUT}"
+    assert {timeout, f"--stopped_code={STOPPED}"} <= set(said) and jobset.START_TIMEOUT > 3600  # images are large
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
@@ -340,7 +320,7 @@ def launch(monkeypatch, capsys):
         ((*_SLURM, "--image=x"), "--image is for kubernetes, not for slurm"),
         ((*_SLURM, "--time=soon"), "--time must be as SLURM writes it"),
         ((*_SLURM, "--time=5"), "leaves nothing beside --signal_ahead=300"),
-        ((*_SLURM, "--link_timeout=inf"), "--link_timeout must be a number of seconds, got inf"),
+        ((*_SLURM, "--", "--lost_timeout=inf"), "lost_timeout"),
         ((*_SLURM, "--name=gpt 8b"), "--name must be one word"),
         ((*_SLURM, "--name=team/gpt"), "--name must be one word"),
         ((*_SLURM, "--partition=big --hold"), "--partition must be one word"),
@@ -407,4 +387,4 @@ def test_what_the_readme_says_works(launch):
     assert launch(*_SLURM, "--time=0")[0] == launch(*_SLURM, "--time=UNLIMITED", "--partition=a,b")[0] == 0
     code, out, said = launch(*_PODS, "--plan=auto")
     assert (code, said) == (0, "")
-    assert_valid(jobset_of(out))
+    assert_valid(yaml.safe_load(out))

@@ -9,11 +9,10 @@ import socket
 
 import pytest
 
-from paxtrain.errors import UserError, is_full
+from paxtrain.errors import LostError, UserError, is_full
 from planner.measure import process_group, reachability
 from planner.measure.process_group import ProcessGroup
 from planner.measure.reachability import check_reachable, unreachable
-from planner.supervision import first_cause
 
 
 class Store:
@@ -73,22 +72,23 @@ def test_a_lost_process_is_named_on_all(processes):
     store, (first, second, _) = processes
     answer(store, 1, 1, None)
     sentence = "^n2 has not answered for 1 s; see whether its host is up"
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(LostError, match=sentence):
         first.gather(None)
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(LostError, match=sentence):
         second.gather(None)
 
 
-def test_a_verdict_that_fails_fails_on_all(processes):
+@pytest.mark.parametrize("kind", [UserError, LostError])
+def test_a_verdict_that_fails_fails_on_all(processes, kind):
     store, (first, second, _) = processes
     for i in (1, 2):
         answer(store, 1, i, i)
 
     def verdict(values):
-        raise UserError("n1 and n2 differ")
+        raise kind("n1 and n2 differ")
 
     for process in (first, second):
-        with pytest.raises(UserError, match=r"^n1 and n2 differ$"):
+        with pytest.raises(kind, match=r"^n1 and n2 differ$"):
             process.gather(0, verdict)
 
 
@@ -113,6 +113,7 @@ def test_a_disk_that_fails_on_process_0_is_known_to_all_at_once(processes, numbe
     ("error", "code", "words"),
     [
         (UserError("a \x1b[31mstranger's"), 2, "error: a \\x1b[31mstranger's\n"),
+        (LostError("n2 is gone"), 1, "error: n2 is gone\n"),
         (OSError(errno.ENOSPC, "no room"), 1, "error: the disk is full: [Errno 28] no room; make room, and start "),
     ],
 )
@@ -143,7 +144,7 @@ def test_a_meeting_that_loses_a_process_ends_with_a_sentence(processes, monkeypa
 
     monkeypatch.setattr(process_group.distributed, "wait_for_all", lost)
     second.meet("again")
-    assert ended == [2]
+    assert ended == [1]
     assert capsys.readouterr().err.startswith("error: n1 lost another process (ABORTED: a task is gone); see whether")
 
 
@@ -155,11 +156,11 @@ def test_who_waits_too_long_inside_the_runtime_says_for_whom_and_the_others_lear
         pass
     assert ended == []
     second.fail("n1 has waited for messages from n2")
-    assert ended == [2]
+    assert ended == [1]
     assert capsys.readouterr().err == "error: n1 has waited for messages from n2\n"
-    with pytest.raises(UserError, match=r"^n1 has waited for messages from n2$"):
+    with pytest.raises(LostError, match=r"^n1 has waited for messages from n2$"):
         first.gather(None)
-    with pytest.raises(UserError, match=r"^n1 has waited for messages from n2$"):
+    with pytest.raises(LostError, match=r"^n1 has waited for messages from n2$"):
         third.gather(None)
 
 
@@ -248,7 +249,18 @@ def test_a_name_that_stands_for_loopback_is_bad_input():
     """The cause is no other process, so a restart would not help."""
     said = unreachable(["n0", "n1"], ["127.0.1.1", "10.0.0.1"], [(1, 0, "Connection refused")])
     assert said.startswith("n0 (127.0.1.1) cannot be reached from n1: Connection refused; its own name stands for ")
-    assert not first_cause._CASCADE.search(said)
+
+
+def test_an_address_that_nobody_reaches_is_a_lost_host(processes, monkeypatch):
+    store, (first, *_) = processes
+    monkeypatch.setattr(reachability, "own_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(reachability, "_reachable", lambda _: contextlib.nullcontext(1))
+    monkeypatch.setattr(reachability, "_connect", lambda *_: "timed out")
+    for i in (1, 2):
+        for turn, value in enumerate((f"10.0.0.{i + 1}", 1, [])):
+            answer(store, 1 + turn, i, value)
+    with pytest.raises(LostError, match=r"^n0 \(10.0.0.1\) cannot reach n1, n2: timed out; "):
+        check_reachable(first)
 
 
 def test_a_lost_connection_is_a_sentence_with_the_hosts_name(processes, monkeypatch, capsys):
@@ -257,10 +269,10 @@ def test_a_lost_connection_is_a_sentence_with_the_hosts_name(processes, monkeypa
     monkeypatch.setattr(process_group.os, "_exit", ended.append)
     with second.watch("n1", "n2"):
         raise ValueError("UNKNOWN: Gloo collective permute failed:\n Connection closed by peer")
-    assert ended == [2]
+    assert ended == [1]
     sentence = "n1 lost n2 (UNKNOWN: Gloo collective permute failed: Connection closed by peer); "
     assert capsys.readouterr().err.startswith(f"error: {sentence}")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(LostError) as error:
         first.gather(None)
     assert str(error.value).startswith(sentence)
 

@@ -12,7 +12,7 @@ import pytest
 from paxtrain.config import plan as plans
 from paxtrain.config import to_dict
 from paxtrain.errors import UserError
-from paxtrain.process import supervised
+from paxtrain.process.progress import Progress
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.cluster import cluster as clusters
@@ -47,7 +47,7 @@ def machines(*hosts: str) -> Machines:
 
 
 def decide(request: PlanRequest, *hosts: str, why: str = ""):
-    return job_plan.decide(ProcessGroup(30), machines(*hosts), request, why, supervised.Progress({}))
+    return job_plan.decide(ProcessGroup(30), machines(*hosts), request, why, Progress())
 
 
 @pytest.fixture
@@ -232,12 +232,12 @@ def test_nodes_without_a_profile_are_measured(tmp_path, monkeypatch):
     here = dataclasses.replace(here, devices=here.devices[:2], per_host=2)
     small = request(tmp_path, layers=2, hidden=16, heads=2, sequence=8, vocab_size=60)
     small = dataclasses.replace(small, seconds=1.0)  # compute is measured once in any case
-    found = job_plan.decide(group, here, small, "", supervised.Progress({}))
+    found = job_plan.decide(group, here, small, "", Progress())
     assert found.plan.mesh.devices == 2 and jax.process_count() == 1
     [kept] = (tmp_path / PROFILES).glob("*.json")
     row = json.loads(kept.read_text())["compute"][0]
     assert (row["kind"], row["hidden"]) == ("cpu", 16)
     assert found.plan.predicted["links"]["source"].startswith("measured in ")
-    again = job_plan.decide(group, here, dataclasses.replace(small, age=1e6), "", supervised.Progress({}))
+    again = job_plan.decide(group, here, dataclasses.replace(small, age=1e6), "", Progress())
     assert " again: " in again.source
     assert list((tmp_path / PROFILES).glob("*.json")) == [kept]
