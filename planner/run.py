@@ -20,7 +20,6 @@ from absl import flags
 
 from paxtrain import files
 from paxtrain import flags as shared_flags
-from paxtrain import flags as shared_flags
 from paxtrain.command_line import OVERRIDES, group, run
 from paxtrain.config import Config, to_dict
 from paxtrain.config import plan as plans

@@ -29,7 +29,9 @@ from tests.planner.examples import cluster
 
 MODEL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
 HOSTS = ("a", "b", "c", "d")
-OPTIONS = PlanOptions(memory_margin=False, compress=(), top=2, placed=1, oracle="no")
+# A small search; what it finds is not tested here.
+SMALL = {"schedules": ("1f1b",), "micro_batch": (1,), "pipe": (2, 4), "top": 2, "placed": 1, "nearby": False}
+OPTIONS = PlanOptions(memory_margin=False, compress=(), oracle="no", **SMALL)
 
 
 def values(**model) -> dict:
@@ -50,13 +52,24 @@ def decide(request: PlanRequest, *hosts: str, why: str = ""):
     return job_plan.decide(ProcessGroup(30), machines(*hosts), request, why, Progress())
 
 
-@pytest.fixture
-def out(tmp_path):
+def profiled(folder):
     """Return a run's folder with a profile of four nodes, made a minute ago."""
     kept = dataclasses.replace(cluster(4, 2), hosts=HOSTS, named=True)
-    path = allocation.keep_profile(kept, tmp_path / PROFILES)
+    path = allocation.keep_profile(kept, folder / PROFILES)
     os.utime(path, (time.time() - 60,) * 2)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path):
+    return profiled(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def decided(tmp_path_factory):
+    """Return the first decision in such a folder, and the folder."""
+    folder = profiled(tmp_path_factory.mktemp("decided"))
+    return decide(request(folder), *HOSTS), folder
 
 
 def test_the_plan_is_made_once_for_the_same_nodes_in_any_order(out):
@@ -125,8 +138,8 @@ def test_a_probe_that_says_something_else_is_planned_with_anew(out):
         {"step_seconds": float("nan"), "host_order_seconds": True},
     ],
 )
-def test_figures_that_are_none_are_left_out_of_what_is_told(out, predicted):
-    first = decide(request(out), *HOSTS)
+def test_figures_that_are_none_are_left_out_of_what_is_told(decided, predicted):
+    first, _ = decided
     there = job_plan.describe(first, machines(*HOSTS))
     assert all(word in there for word in ("slowest", "fastest", "memory", "in host order"))
     plan = dataclasses.replace(first.plan, predicted=predicted)
@@ -135,8 +148,8 @@ def test_figures_that_are_none_are_left_out_of_what_is_told(out, predicted):
     assert "schedule" in said and "decided in" in said
 
 
-def test_texts_of_a_plan_are_told_without_what_terminals_obey(out):
-    first = decide(request(out), *HOSTS)
+def test_texts_of_a_plan_are_told_without_what_terminals_obey(decided):
+    first, _ = decided
     links = first.plan.predicted["links"] | {"source": "\x1b[31mred", "slowest": ["\x07a", "b", 1e9, 1e-5]}
     plan = dataclasses.replace(first.plan, predicted=first.plan.predicted | {"links": links})
     said = job_plan.describe(dataclasses.replace(first, plan=plan), machines(*HOSTS))
@@ -169,8 +182,9 @@ def test_a_plan_that_cannot_be_read_is_made_anew_and_one_that_was_given_is_said(
     assert again.startswith(f"{out / PLAN} again: same nodes") and again.endswith(" (--replan: x.json does not fit)")
 
 
-def test_the_decision_is_told_in_ten_lines(out):
-    lines = job_plan.describe(decide(request(out), *HOSTS), machines(*HOSTS)).splitlines()
+def test_the_decision_is_told_in_ten_lines(decided):
+    made, out = decided
+    lines = job_plan.describe(made, machines(*HOSTS)).splitlines()
     heads = [line.split()[0] for line in lines]
     assert heads == ["nodes", "plan", "links", "slowest", "fastest", "mesh", "schedule", "compressed", "memory", "step"]
     assert "4 x 2 a100-80gb: a, b, c, d" in lines[0]
@@ -198,8 +212,8 @@ def test_groups_are_planned_for_and_other_ones_anew(out):
     assert decide(grouped, *HOSTS).source.startswith("made anew: configuration")
 
 
-def test_of_a_plan_without_figures_the_rest_is_told(out):
-    found = decide(request(out), *HOSTS)
+def test_of_a_plan_without_figures_the_rest_is_told(decided):
+    found, _ = decided
     bare = dataclasses.replace(found, plan=dataclasses.replace(found.plan, predicted={"step_seconds": 1.0}))
     heads = [line.split()[0] for line in job_plan.describe(bare, machines(*HOSTS)).splitlines()]
     assert heads == ["nodes", "plan", "mesh", "schedule", "compressed", "step"]
