@@ -96,7 +96,10 @@ class Lab:
         """Generate the job as a user does, and submit it."""
         commands = self.home / "bin"
         commands.mkdir()
-        (commands / "python").symlink_to(sys.executable)
+        (commands / "python").write_text(
+            f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+        )  # a link would leave the environment
+        (commands / "python").chmod(0o755)
         path = f"export PATH={commands}:$PATH"
         command = [sys.executable, "-m", "planner.launch", "slurm", f"--nodes={HOSTS}", "--min_nodes=2", "--plan=auto"]
         command += ["--gpus_per_node=0", "--config=configs/tiny.py", f"--out={self.out}", f"--setup={path}"]
@@ -183,8 +186,7 @@ class Lab:
     def worker(self, host):
         """Return the process of planner.run on a host."""
         commands = self.cluster.processes(host)
-        run = str(self.home / "bin/run.py")
-        [found] = [number for number, words in commands.items() if words[1:2] == [run]]
+        [found] = [number for number, words in commands.items() if words[1:3] == ["-m", "planner.run"]]
         return found
 
 
