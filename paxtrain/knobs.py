@@ -26,7 +26,7 @@ from absl import flags
 
 from paxtrain.errors import UserError, whole
 
-Options = TypeVar("Options")
+Chosen = TypeVar("Chosen")
 
 
 def knob(
@@ -76,7 +76,7 @@ def define(cls: type, *names: str, named: Mapping[str, str] | None = None, **def
         bounds: dict[str, Any] = {"lower_bound": meta.get("least"), "upper_bound": meta.get("most")}
         hint, *_ = [kind for kind in typing.get_args(hints[field.name]) or [hints[field.name]] if kind is not ...]
         if typing.get_origin(hints[field.name]) is tuple:
-            values = [str(value) for value in default]
+            values = [str(value) for value in default or ()]
             text += f" Of {', '.join(meta['among'])}." if meta.get("among") else ""
             (flags.DEFINE_multi_string if meta.get("repeat") else flags.DEFINE_list)(flag, values, text)
         elif meta.get("among"):
@@ -91,7 +91,7 @@ def define(cls: type, *names: str, named: Mapping[str, str] | None = None, **def
             flags.DEFINE_string(flag, default, text)
 
 
-def given(cls: type[Options], *, named: Mapping[str, str] | None = None, **more: Any) -> Options:
+def given(cls: type[Chosen], *, named: Mapping[str, str] | None = None, **more: Any) -> Chosen:
     """Return a class's options as the flags give them.
 
     Args:

@@ -333,11 +333,11 @@ def _closing(schedule: str, stages: int, micro_batches: int, chunks: int) -> Arr
     return np.isin(np.arange(stages), build(schedule, stages, micro_batches, chunks, True).closing)
 
 
-Replay = Callable[[Table, simulator.Seconds, bool], Array]  # see planner.pipeline.simulator.pipeline
+Executor = Callable[[Table, simulator.Seconds, bool], Array]  # see planner.pipeline.simulator.pipeline
 
 
 def steps(
-    problems: list[Problem], placements: list[tuple[Paths, Array]], replay: Replay = simulator.pipeline
+    problems: list[Problem], placements: list[tuple[Paths, Array]], replay: Executor = simulator.pipeline
 ) -> list[Step]:
     """Return the steps of many candidates, each on a batch of placements.
 

@@ -24,7 +24,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.compute import LayerCosts
 from planner.cost.link_seconds import Paths, fabric, paths
 from planner.cost.sizes import MASTER
-from planner.cost.step_time import Problem, Replay, steps
+from planner.cost.step_time import Executor, Problem, steps
 from planner.fit.constants import NAMES
 from planner.fit.recalibrate import LINKS, fitted_links, fitted_shares
 from planner.fit.trials import Trial
@@ -52,7 +52,7 @@ def _closed_form(table: Table, seconds: simulator.Seconds, form: str) -> Array:
     return np.repeat(total[:, None], table.stages, axis=1)
 
 
-REPLAYS: Mapping[str, Replay] = {
+REPLAYS: Mapping[str, Executor] = {
     "simulate": ideal.pipeline,
     "rows": simulator.pipeline,
     "pipette": lambda table, seconds, overlap: _closed_form(table, seconds, "pipette"),
@@ -123,7 +123,7 @@ def cluster_of(trial: Trial) -> Cluster:
     )
 
 
-class _Run:
+class _TrialRun:
     """One run, with everything that does not depend on the constants.
 
     Attributes:
@@ -168,7 +168,7 @@ class TrialSteps:
         """
         self.own, self.replay = method == EXECUTORS["paxtrain"], REPLAYS[method]
         self.slots = max(len(kinds(trial)) for trial in trials)
-        self.runs = [_Run(trial, self.own) for trial in trials]
+        self.runs = [_TrialRun(trial, self.own) for trial in trials]
 
     def seconds(self, constants: Array, speed: Array, factor: Array) -> Array:
         """Return the predicted seconds of a step [B, trials].
@@ -208,7 +208,7 @@ class _Settings:
             self.known[key] = make()
         return self.known[key]
 
-    def cluster(self, run: _Run, setting: int) -> Cluster:
+    def cluster(self, run: _TrialRun, setting: int) -> Cluster:
         """Return the hosts of a run with the links of one setting."""
         values = self.values[setting]
 
@@ -218,7 +218,7 @@ class _Settings:
 
         return self._once((run.keys[0], *(values[name] for name in LINKS)), make)
 
-    def layer(self, run: _Run, stored_scores: bool) -> list[LayerCosts]:
+    def layer(self, run: _TrialRun, stored_scores: bool) -> list[LayerCosts]:
         """Return a layer's costs on each device kind of a run, in each setting in turn."""
 
         def of(setting: int, kind: str, speed: float) -> LayerCosts:
@@ -234,7 +234,7 @@ class _Settings:
 
         return self._once((run.keys[2], self.key, self.speed.tobytes()), make)
 
-    def paths(self, run: _Run, own: bool) -> Paths:
+    def paths(self, run: _TrialRun, own: bool) -> Paths:
         """Return the paths of a run in each setting, whose bytes count as often as the ratios say."""
 
         def of(setting: int) -> tuple[tuple, Paths]:
