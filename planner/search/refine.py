@@ -14,7 +14,7 @@ import numpy as np
 from planner.cost.candidate import Candidate
 from planner.cost.step_time import Problem
 from planner.placement.bounds import lower
-from planner.placement.place import are_few, place, quickly
+from planner.placement.place import Placement, are_few, place, quickly
 from planner.search.trials import Found, Trials, handicap
 
 Array = np.ndarray
@@ -58,6 +58,8 @@ class Refinement:
         self._gained = 0.0  # most that care has gained over a quick placement, as a share
         self._bounds: dict[tuple, float] = {}  # over all placements, by (index, counts)
         self._done: dict[tuple, int] = {}  # effort with which (index, counts) was placed
+        self._exact: dict[tuple, Placement] = {}  # best of all placements, by (index, counts) and effort
+        self._split: dict[tuple, Found] = {}  # what `_resplit` has simulated
 
     def key(self, f: Found) -> float:
         """Return what plans are ranked by."""
@@ -205,20 +207,28 @@ class Refinement:
 
     def _once(self, f: Found, effort: int) -> Found:
         """Return a plan with its split on the best placement found for it."""
-        trials, start = self.trials, f.placement.hosts
-        self._done[self._name(f)] = max(self._done.get(self._name(f), -1), effort)
+        trials, start, name = self.trials, f.placement.hosts, self._name(f)
+        self._done[name] = max(self._done.get(name, -1), effort)
         problem = self._problem(f)
-        if effort > 0:
+        if (name, effort) in self._exact:
+            placement = self._exact[name, effort]
+        elif effort > 0:
             placement = place(problem, trials.fabric, seed=self.seed, start=start, bound=self.bound(f))
         else:
             known = trials.pools.of(problem).hosts
             placement = quickly(problem, trials.fabric, np.concatenate([start[None], known]), seed=self.seed)
+        if placement.source == "exact":  # wherever the search begins
+            self._exact[name, effort] = placement
         better = placement.source == "exact" or placement.seconds < f.seconds
         return dataclasses.replace(f, placement=placement) if better else f
 
     def _resplit(self, f: Found) -> Found:
         """Return the plan with the best of the splits that suit its placement."""
-        [other] = self.trials.simulate([f.index], only=f.placement.hosts[None])
+        hosts, known = f.placement.hosts, self.trials.splits.found.get((f.candidate.pipe, f.candidate.chunks), ())
+        asked = f.index, tuple(known), hosts.tobytes()
+        if asked not in self._split:
+            [self._split[asked]] = self.trials.simulate([f.index], only=hosts[None])
+        other = self._split[asked]
         return other if other.seconds < f.seconds else f
 
     def _keep(self, f: Found) -> None:

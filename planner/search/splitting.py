@@ -31,6 +31,7 @@ class Splits:
         self.cluster, self.model, self.budget, self.space = cluster, model, budget, space
         self.limit = budget.limit(cluster)
         self.found: dict[tuple[int, int], list[Counts]] = {}
+        self._bytes: dict[tuple[int, int, int | None], float] = {}
 
     def even(self, i: int) -> Counts:
         """Return the even split of a candidate."""
@@ -44,10 +45,14 @@ class Splits:
             slots: layer slots of the fullest virtual stage of each.
             micro_batches: micro-batches of the data rank that has most; None: the candidates' own.
         """
-        other = dataclasses.replace(self.space.take(np.array(some, int)), slots=np.array(slots, int))
-        if micro_batches is not None:
-            other = dataclasses.replace(other, micro_batches=np.array(micro_batches, int))
-        return self.budget.bytes(self.cluster, self.model, other)
+        asked = list(zip(some, slots, [None] * len(some) if micro_batches is None else micro_batches))
+        if new := [key for key in dict.fromkeys(asked) if key not in self._bytes]:
+            other = self.space.take(np.array([i for i, *_ in new], int))
+            other = dataclasses.replace(other, slots=np.array([count for _, count, _ in new], int))
+            if micro_batches is not None:
+                other = dataclasses.replace(other, micro_batches=np.array([count for *_, count in new], int))
+            self._bytes |= zip(new, self.budget.bytes(self.cluster, self.model, other).tolist())
+        return np.array([self._bytes[key] for key in asked])
 
     def best(self, problem: Problem, kinds: Array) -> Counts:
         """Return the split whose slowest stage is the quickest on stages of these kinds, int [P]."""

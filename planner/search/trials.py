@@ -113,6 +113,7 @@ class Trials:
         self.splits = Splits(cluster, model, budget, space)
         self.bytes = budget.bytes(cluster, model, space)
         self.bounds = np.zeros(len(space))
+        self._of_splits: dict[tuple, Array] = {}  # what `_with` has simulated, to which plans come back
 
     def problem(self, i: int, counts: Counts) -> Problem:
         """Return a candidate with a split of the layers on the cluster."""
@@ -193,9 +194,7 @@ class Trials:
     def around(self, f: Found) -> Found:
         """Return a plan with its split moved layer by layer, on its placement, as long as that makes it quicker."""
         for _ in range(_AROUND):
-            hosts = f.placement.hosts[None]
-            where = Problem(self.cluster, self.model, f.candidate).paths(self.fabric, hosts)
-            found = self._with(f, self.splits.around(f.candidate.counts), hosts, where)
+            found = self._with(f, self.splits.around(f.candidate.counts), f.placement.hosts[None])
             best = min(found, key=lambda other: other.seconds, default=f)
             if best.seconds >= f.seconds * (1 - 1e-9):
                 break
@@ -216,8 +215,7 @@ class Trials:
         problem = Problem(self.cluster, self.model, f.candidate)
         pool = self.pools.of(problem)
         other = [counts for counts in dict.fromkeys(some) if counts != f.candidate.counts]
-        here = f.placement.hosts[None]
-        known = pool.placements if everywhere else (here, problem.paths(self.fabric, here))
+        known = pool.placements if everywhere else (f.placement.hosts[None],)
         found = [*self._with(f, other, *known), *self._exchanged(f)]
         best: dict[Counts, Found] = {}
         for other_split in sorted(found, key=lambda one: one.seconds):
@@ -259,14 +257,14 @@ class Trials:
             found.append(dataclasses.replace(f, candidate=candidate, placement=placement, memory=size))
         return found
 
-    def _with(self, f: Found, every: list[Counts], hosts: Array, where: Paths) -> list[Found]:
+    def _with(self, f: Found, every: list[Counts], hosts: Array, where: Paths | None = None) -> list[Found]:
         """Return a plan with each of some splits that fit, on the best of some placements.
 
         Args:
             f: plan.
             every: splits.
             hosts: placements [K, D, P].
-            where: their paths.
+            where: their paths, if they are known.
         """
         if not self.uneven or f.candidate.pipe == 1:
             return []
@@ -274,10 +272,14 @@ class Trials:
         fitting = [(counts, size) for counts, size in zip(every, sizes) if size <= self.splits.limit]
         if not fitting:
             return []
-        problem = Problem(self.cluster, self.model, f.candidate)
-        steps = step_time.of_splits(problem, [counts for counts, _ in fitting], where, problem.kind_of_host[hosts])
+        splits = tuple(counts for counts, _ in fitting)
+        asked = f.index, f.candidate.ranks, splits, len(hosts), hosts.tobytes()
+        if asked not in self._of_splits:
+            problem = Problem(self.cluster, self.model, f.candidate)
+            where = where or problem.paths(self.fabric, hosts)
+            self._of_splits[asked] = step_time.of_splits(problem, splits, where, problem.kind_of_host[hosts])
         found = []
-        for (counts, size), step in zip(fitting, steps):
+        for (counts, size), step in zip(fitting, self._of_splits[asked]):
             best = int(np.argmin(step))
             placement = Placement(hosts[best], float(step[best]), 0.0, f.placement.source, len(hosts))
             candidate = dataclasses.replace(f.candidate, counts=counts)
