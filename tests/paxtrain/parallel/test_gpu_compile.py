@@ -104,7 +104,7 @@ def table_permute_bytes(trained: Trainer) -> int:
     return trained.schedule.messages() * message * groups + 2 * embedding // shards * c.mesh.data
 
 
-@pytest.mark.parametrize("name", ["gpt_1_3b", "gpt_8b"])
+@pytest.mark.parametrize("name", [pytest.param("gpt_1_3b", marks=pytest.mark.slow), "gpt_8b"])
 def test_configurations_compile_and_overlap(name, capsys):
     trained = trainer(gpt(name, batch={"global_batch": 64}))
     started = time.perf_counter()
@@ -132,7 +132,7 @@ def test_configurations_compile_and_overlap(name, capsys):
         ("zb_h1", {}),
         ("eager_1f1b", {"pipe_layers": "3,1"}),
         ("1f1b", {"scan_layers": "on"}),
-        ("zb_h1", {"scan_layers": "on"}),
+        pytest.param("zb_h1", {"scan_layers": "on"}, marks=pytest.mark.slow),
     ],
     ids=["eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "uneven", "1f1b-scanned", "zb_h1-scanned"],
 )
@@ -202,10 +202,14 @@ def test_sequence_parallelism_keeps_and_sends_less():
 
 
 def test_both_transfers_lie_under_unrolled_compute():
-    """Gradients have all of F, whose products are 16, and activations all of B. By the control XLA starts late in F."""
+    """Gradients have all of F, whose products are 16, and activations all of B."""
     gradients, activations = steady(compiled(trainer(small(layers=8))).as_text())
     assert gradients.matmuls >= 15
     assert activations.matmuls >= 32
+
+
+@pytest.mark.slow
+def test_without_the_latencies_of_gpus_xla_starts_late_in_f():
     control, _ = steady(compiled(trainer(small(layers=8)), xla_gpu_enable_analytical_latency_estimator=False).as_text())
     assert control.matmuls <= 2
 
@@ -252,8 +256,8 @@ def steady_order(text: str) -> list[str]:
     raise AssertionError(f"no computation {body}")
 
 
-def compressed(**compress) -> Trainer:
-    config = small(layers=8)
+def compressed(layers: int = 8, **compress) -> Trainer:
+    config = small(layers=layers)
     return trainer(dataclasses.replace(config, compress=compression(**compress)), "h200")
 
 
@@ -279,7 +283,7 @@ def test_compressed_transfers_lie_under_compute_and_the_error_update_behind_the_
 
 def test_every_byte_of_a_compressed_step_on_gpus():
     """bfloat16 messages and factors have their real widths, unlike on CPUs, and no message has a dense copy."""
-    trained = compressed(backward_messages="epilogue", backward_rank=8, data_stages="0", data_rank=64)
+    trained = compressed(4, backward_messages="epilogue", backward_rank=8, data_stages="0", data_rank=64)
     text = compiled(trained).as_text()
     groups = 4
     dense = table_permute_bytes(trained)
