@@ -16,7 +16,10 @@ MOST = 0.01  # regret
 NARROWED = 0.005  # by which a narrowed search may find a better plan
 
 
-@pytest.mark.parametrize("seed", range(2, 10))
+EACH_KIND = range(4, 9)  # one of each kind of cluster
+
+
+@pytest.mark.parametrize("seed", EACH_KIND)
 def test_no_plan_is_better(seed):
     assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
 
@@ -33,7 +36,7 @@ def test_no_plan_is_better_where_hosts_share_uplinks_in_two_hundred(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, *range(10, 1000)])
+@pytest.mark.parametrize("seed", sorted(set(range(1000)) - set(EACH_KIND)))
 def test_no_plan_is_better_in_a_thousand(seed):
     assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
 
@@ -70,7 +73,7 @@ def better_by_narrowing(seed: int) -> float:
     return max(whole / part - 1, 0.0)
 
 
-QUICKEST = (5, 7, 9)  # of the first twelve, whose other instances take several times as long
+QUICKEST = (7, 9)  # of the first twelve, whose other instances take several times as long
 
 
 @pytest.mark.parametrize("seed", QUICKEST)

@@ -123,17 +123,18 @@ def test_no_step_of_uneven_data_ranks_is_below_the_bound(some):
 
 def test_the_bound_knows_how_many_stages_slow_devices_leave():
     """Two of four hosts are slow. Wherever they lie, and however the layers are split, no step is below the bound."""
+    model = dataclasses.replace(MODEL, layers=8)
     some = cluster(4, 1, seed=None, device=["a100-80gb", "h100", "a100-80gb", "h100"])
     choices = Choices(schedules=("eager_1f1b", "1f1b"), saves=("dots",), backward=(), data_ranks=())
-    space = enumerate_candidates(some, MODEL, 64, choices)
-    bounds, fabric = pruning.lower_bound(some, MODEL, space), link_seconds.fabric(some)
-    fast = pruning.lower_bound(cluster(4, 1, seed=None, device="h100"), MODEL, space)
+    space = enumerate_candidates(some, model, 64, choices)
+    bounds, fabric = pruning.lower_bound(some, model, space), link_seconds.fabric(some)
+    fast = pruning.lower_bound(cluster(4, 1, seed=None, device="h100"), model, space)
     hosts = np.array(list(itertools.permutations(range(4))))
     for i in np.flatnonzero(space.pipe > 1).tolist():
         p, least = int(space.pipe[i]), np.inf
-        for cuts in itertools.combinations(range(1, MODEL.layers), p - 1):
-            counts = tuple(np.diff([0, *cuts, MODEL.layers]).tolist())
-            problem = Problem(some, MODEL, candidate(space, i, counts))
+        for cuts in itertools.combinations(range(1, model.layers), p - 1):
+            counts = tuple(np.diff([0, *cuts, model.layers]).tolist())
+            problem = Problem(some, model, candidate(space, i, counts))
             least = min(least, problem.step(fabric, hosts.reshape(-1, 4 // p, p)).total.min())
         assert fast[i] <= bounds[i] <= least
     assert (bounds / fast)[space.pipe > 1].max() > 1.05

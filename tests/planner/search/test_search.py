@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 
 import numpy as np
@@ -19,7 +20,7 @@ from planner.planning import to_plan
 from planner.report import text
 from planner.search import explain, space
 from planner.search.budget import Budget
-from planner.search.search import Found, Options, Search
+from planner.search.search import Found, Options, Outcome, Search
 from planner.search.space import COLUMNS, Choices, numbers_of
 from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
@@ -30,6 +31,17 @@ CHOICES = Choices(virtual_stages=(2,), data_ranks=(32,))
 
 def search(some=None, budget: Budget = CLOSED, choices: Choices = CHOICES, batch: int = 32, **options) -> Search:
     return Search(cluster(2, 4) if some is None else some, MODEL, batch, choices, budget, Options(**options))
+
+
+# Of choices that a test is not about.
+FEW = {"schedules": ("1f1b", "eager_1f1b"), "saves": ("dots",)}
+
+
+@functools.cache
+def roomy() -> tuple[Search, Outcome]:
+    """Return the search in all memory, and its outcome."""
+    one = search(placed=1)
+    return one, one.run()
 
 
 @pytest.mark.parametrize(("nics", "looked_at"), [(1, 0.75), (4, 0.5)])
@@ -62,12 +74,12 @@ def test_what_certainly_takes_too_long_is_left_out():
 
 
 def test_nothing_that_does_not_fit_is_ranked():
-    roomy = search()
-    tight = search(budget=Budget(usable=float(np.quantile(roomy.bytes, 0.1)) / 85.1e9, margin=False))
+    one, best = roomy()
+    tight = search(budget=Budget(usable=float(np.quantile(one.bytes, 0.1)) / 85.1e9, margin=False), placed=1)
     outcome = tight.run()
     assert 0 < outcome.fitting < outcome.enumerated / 5
     assert all(found.memory <= tight.limit for found in outcome.ranked)
-    assert outcome.ranked[0].seconds > roomy.run().ranked[0].seconds
+    assert outcome.ranked[0].seconds > best.ranked[0].seconds
 
 
 def test_memory_is_that_of_the_split_that_was_taken():
@@ -83,15 +95,17 @@ def test_memory_is_that_of_the_split_that_was_taken():
 def test_where_nothing_fits_the_closest_is_told():
     with pytest.raises(UserError) as error:
         search(budget=Budget(usable=0.001, margin=False)).run()
-    least = search().bytes.min() / 1e9
+    least = roomy()[0].bytes.min() / 1e9
     assert f"needs {least:.1f} GB, {least - 0.0851:.1f} GB too much" in str(error.value)
 
 
 def test_compression_must_gain_more_than_its_price():
-    fast = search(cluster(2, 4, seed=None), gain=0.5).run().ranked[0].candidate
+    choices = dataclasses.replace(CHOICES, **FEW)
+    fast = search(cluster(2, 4, seed=None), choices=choices, gain=0.5, placed=1).run().ranked[0].candidate
     assert fast.backward == "none" and not fast.data_rank
     inside, between = {"alpha": 1e-6, "bandwidth": 3e11}, {"alpha": 1e-6, "bandwidth": 1e9}
-    slow = search(cluster(4, 2, links={"inside": inside, "between": between}), gain=0.01)
+    some = cluster(4, 2, links={"inside": inside, "between": between})
+    slow = search(some, choices=choices, gain=0.01, placed=1)
     found = slow.run().ranked[0]
     assert found.candidate.backward != "none" or found.candidate.data_rank
     assert slow.without_compression(found).seconds > 1.01 * found.seconds
@@ -133,8 +147,8 @@ def test_sequence_parallelism_is_taken_where_memory_or_links_are_short():
 
 def test_the_plan_is_the_candidate_on_its_hosts():
     some = dataclasses.replace(cluster(4, 4), hosts=("d", "c", "b", "a"), named=True)
-    choices = Choices(tensor=(2,), pipe=(4,), backward=("epilogue",), data_ranks=(32,), sequence_parallel=(True,))
-    one = search(some, choices=choices)
+    choices = Choices(tensor=(2,), pipe=(4,), data_ranks=(32,), sequence_parallel=(True,), **FEW)
+    one = search(some, choices=choices, top=1, placed=1)
     found = one.run().ranked[0]
     step = Problem(some, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
     compress = CompressConfig(error="explicit", factors="float32")
@@ -155,7 +169,7 @@ def test_the_plan_is_the_candidate_on_its_hosts():
 
 def test_tensor_groups_may_span_hosts_and_the_plan_names_the_real_ones():
     some = dataclasses.replace(cluster(4, 2), hosts=("a", "b", "c", "d"), named=True)
-    one = search(merged(some, 2), choices=Choices(tensor=(4,), pipe=(2,)))
+    one = search(merged(some, 2), choices=Choices(tensor=(4,), pipe=(2,), **FEW))
     found = one.run().ranked[0]
     step = Problem(one.cluster, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
     plan = to_plan.decide(
@@ -167,8 +181,8 @@ def test_tensor_groups_may_span_hosts_and_the_plan_names_the_real_ones():
 
 
 def test_a_plan_survives_its_file(tmp_path):
-    one = search()
-    found = one.run().ranked[0]
+    one, outcome = roomy()
+    found = outcome.ranked[0]
     step = Problem(one.cluster, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
     plan = to_plan.decide(
         one.cluster, found.candidate, found.placement.hosts, step, MODEL.layers, 32, CompressConfig(), {"a": 1}
@@ -196,7 +210,7 @@ def rows_that_change(one: Search, found: Found, changed: dict[str, str]) -> list
 @pytest.mark.parametrize("usable", [0.2, 0.04])
 def test_every_neighbour_gets_a_reason_whose_figures_hold(usable):
     """Percentages, bytes and steps are those of the candidate that is named, counted anew."""
-    one = search(budget=Budget(usable=usable, margin=False))
+    one = search(budget=Budget(usable=usable, margin=False), placed=1)
     found = one.run().ranked[0]
     reasons = explain.neighbours(one, found, 32)
     seen = collections.Counter()
@@ -223,7 +237,8 @@ def test_every_neighbour_gets_a_reason_whose_figures_hold(usable):
 
 
 def test_neighbours_that_take_much_longer_take_so_many_times_as_long():
-    one = search(choices=Choices(tensor=(1,), pipe=(2, 4), virtual_stages=(2,), backward=(), data_ranks=()))
+    choices = Choices(tensor=(1,), pipe=(2, 4), virtual_stages=(2,), backward=(), data_ranks=())
+    one = search(choices=choices, placed=1)
     found = one.run().ranked[0]
     quick = dataclasses.replace(found, placement=dataclasses.replace(found.placement, seconds=found.seconds / 50))
     reasons = explain.neighbours(one, quick, 32)
@@ -314,6 +329,7 @@ def test_plans_with_groups_of_data_ranks_say_so():
 
 def test_a_plan_without_compression_names_no_codec():
     """A codec that is named would compress everything."""
-    plain = search(choices=Choices(tensor=(1,), pipe=(4,), backward=(), data_ranks=())).run().ranked[0].candidate
+    choices = Choices(tensor=(1,), pipe=(4,), backward=(), data_ranks=(), **FEW)
+    plain = search(choices=choices, placed=0).run().ranked[0].candidate
     made = to_plan.sections(plain, MODEL.layers, 32, CODECS, np.zeros(4, bool))["compress"]
     assert (made.backward.chosen, made.data.chosen) == ("none", "none")
