@@ -34,10 +34,15 @@ def snippets(page: pathlib.Path) -> list[str]:
 
 @pytest.fixture
 def smaller_programs(monkeypatch):
-    """Put layers into a loop, of which sooner a program is compiled."""
+    """Put layers into a loop, and let the tiny model have less to do: sooner compiled, it runs the same lines."""
     load = paxtrain.load_config
     looped = {"pipeline.scan_layers": "on"}
-    monkeypatch.setattr(paxtrain, "load_config", lambda path, changes=None: load(path, looped | (changes or {})))
+    less = {"model.layers": 2, "model.sequence": 64, "mesh.tensor": 1, "batch.global_batch": 16}
+
+    def smaller(path, changes=None):
+        return load(path, looped | (less if path == "tiny" else {}) | (changes or {}))
+
+    monkeypatch.setattr(paxtrain, "load_config", smaller)
 
 
 @pytest.mark.once
