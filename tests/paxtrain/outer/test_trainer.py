@@ -76,7 +76,7 @@ SGD = {"name": "sgd", "weight_decay": 0.0, "clip_norm": 0.0, "schedule": "consta
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_exchange_after_each_step_of_sgd_is_dense_training(zero1):
     """With dropout, too: its masks belong to the samples of the whole batch."""
-    tokens, more = batches(4, 16), {"zero1": zero1, "optimizer": SGD, "dropout": 0.2}
+    tokens, more = batches(4, 16), {"mesh": (4, 1, 1), "zero1": zero1, "optimizer": SGD, "dropout": 0.2}
     made, state, _ = trained(config(every=1, lr=1.0, momentum=0.0, **more), tokens)
     dense, right, _ = trained(config(groups=0, **more), tokens)
     assert_close(shared(made, state), shared(dense, right), 2e-6)
