@@ -104,7 +104,7 @@ def _check_moved(argument: str) -> None:
     flag, section, key = name.partition(".compress.")
     if not section or not flag.startswith("-"):
         return
-    from paxtrain.config.compress import moved  # it needs numpy, and supervisors start without
+    from paxtrain.config.compress import moved  # it needs numpy, which launchers start without
 
     key, dot, option = key.partition(".")
     if (not dot or key.endswith("_options")) and (new := moved(key)):
