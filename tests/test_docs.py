@@ -37,7 +37,7 @@ def smaller_programs(monkeypatch):
     """Put layers into a loop, and let the tiny model have less to do: sooner compiled, it runs the same lines."""
     load = paxtrain.load_config
     looped = {"pipeline.scan_layers": "on"}
-    less = {"model.layers": 2, "model.sequence": 64, "mesh.tensor": 1, "batch.global_batch": 16}
+    less = {"model.layers": 2, "model.sequence": 64, "batch.global_batch": 16}
 
     def smaller(path, changes=None):
         return load(path, looped | (less if path == "tiny" else {}) | (changes or {}))

@@ -355,7 +355,7 @@ def test_auto_picks_the_kernels_that_a_gpu_can_run(monkeypatch, capability, rank
 
 def test_sections_default_to_no_compression():
     assert CompressConfig() == Config().compress
-    assert (Config().compress.backward, Config().compress.data) == ("none", "none")
+    assert (Config().compress.backward.messages, Config().compress.data.stages) == ("none", "none")
 
 
 # --- Codecs of users --------------------------------------------------------------------------------------------------
