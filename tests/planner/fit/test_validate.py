@@ -173,16 +173,17 @@ def test_scores_of_nothing_are_null():
 # --- The program ------------------------------------------------------------------------------------------------------
 
 
-def test_fits_predicts_scores_and_writes(table, tmp_path, run):
-    code, said, _ = run(f"--trials={table}", "--fit=15", f"--out={tmp_path / 'out'}")
+def test_fits_predicts_scores_and_writes(tmp_path, run):
+    trials.write(tmp_path / "whole.csv", [{**row, "note": "kept"} for row in _rows()])
+    code, said, _ = run(f"--trials={tmp_path / 'whole.csv'}", "--fit=30", f"--out={tmp_path / 'out'}")
     assert code == 0
     result = json.loads(said.splitlines()[-1])
-    assert list(result) == KEYS and result["n"] == 14 and result["n_fit"] == 15
-    assert result["mape"] < 0.2 and result["spearman"] > 0.95 and 0 <= result["regret_mean"] <= result["regret_max"]
+    assert list(result) == KEYS and result["n"] == 29 and result["n_fit"] == 30
+    assert result["mape"] < 0.12 and result["spearman"] > 0.95 and 0 <= result["regret_mean"] <= result["regret_max"]
     rows = _predictions(tmp_path / "out")
-    assert len(rows) == 30 and all(row["note"] == "kept" and float(row["predicted_seconds"]) > 0 for row in rows)
+    assert len(rows) == 60 and all(row["note"] == "kept" and float(row["predicted_seconds"]) > 0 for row in rows)
     roles = [row["role"] for row in rows]
-    assert roles.count("fit") == 15 and roles.count("held") == 14 and roles[2] == "not_run"
+    assert roles.count("fit") == 30 and roles.count("held") == 29 and roles[7] == "not_run"
     held = [(float(r["predicted_seconds"]), float(r["seconds"])) for r in rows if r["role"] == "held"]
     assert result["mape"] == pytest.approx(np.mean([abs(p / m - 1) for p, m in held]), abs=1e-5)
     constants = json.loads((tmp_path / "out" / "constants.json").read_text())
