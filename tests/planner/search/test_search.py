@@ -301,7 +301,7 @@ def test_plans_with_codecs_are_searched_bounded_and_made():
     plan = to_plan.decide(one.cluster, c, found.placement.hosts, step, MODEL.layers, 32, CODECS, {})
     assert (plan.compress.backward.codec, plan.compress.data.codec) == ("int8", "int4")
     assert plan.compress.data.stages_of(c.pipe) == tuple(np.flatnonzero(step.compressed[0]).tolist())
-    assert plan.compress.data.rank == CODECS.data_rank
+    assert plan.compress.data.rank == CODECS.data.rank
     assert text.compression(c) == f"{c.backward[:3]}int8+dataint4"
     assert "compressed by int8 and data-parallel gradients on the critical path compressed by int4" in (
         text.compression_words(c)
