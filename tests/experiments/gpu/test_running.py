@@ -183,7 +183,7 @@ def test_the_page_tells_what_is_missing_and_is_put_into_the_documentation(tmp_pa
     record.enter("b", PartOutcome(FAILED, reason="ValueError: no"))
     section.save(tmp_path, record)
     written = page.write(table, tmp_path)
-    assert "1 measured" in written.read_text() and "- b: failed, ValueError: no" in written.read_text()
+    assert "1 measured" in written.read_text() and "Not measured (failed, ValueError: no): b." in written.read_text()
     docs = tmp_path / "docs.md"
     docs.write_text(f"# Ours\n\n{page.BEGIN}\nold\n{page.END}\n\nBehind.\n")
     for _ in range(2):
