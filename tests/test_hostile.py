@@ -28,7 +28,7 @@ FAULTS = {
     "control characters": r"refuse('error: a\x1b[31m')",
     "a sentence of a page": "refuse('error: ' + 'x' * 4000)",
     "accepted nonsense": "",
-    "memory": "held = b'x' * (1 << 28); refuse('error: a')",
+    "memory": "held = b'x' * (1 << 29); refuse('error: a')",
     "touched files": "open('trials.csv', 'w').close(); refuse('error: a')",
     "compiled": "jax.jit(jax.numpy.sin)(1.0); refuse('error: a')",
 }
