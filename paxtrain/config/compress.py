@@ -72,12 +72,12 @@ class RankedConfig(PlaceConfig):
 
     @property
     def low_rank(self) -> bool:
-        """Whether what is compressed goes through the low-rank codec."""
+        """True if what is compressed goes through the low-rank codec."""
         return self.codec in ("", LOW_RANK)
 
     @property
     def chosen(self) -> str:
-        """What goes through the codec: "none", "epilogue", "all", or stages; with a codec "none" means "all"."""
+        """Part that goes through the codec: "none", "epilogue", "all", or stages; with a codec "none" means "all"."""
         asked: str = getattr(self, self.asked)
         return "all" if asked == "none" and self.codec else asked
 

@@ -1,4 +1,4 @@
-"""What this process is doing, and its end when it fails: nobody waits for a process that hangs or has failed.
+"""Progress of this process, and its end when it fails: nobody waits for a process that hangs or has failed.
 
 The others of its job cannot see more than that it is there. So it says itself why it ends, in one sentence, and ends
 at once: an orderly exit would first wait for them, at the barrier of jax's coordination service.
