@@ -252,16 +252,17 @@ def test_predicts_a_cluster_of_its_own_kind_and_an_outlier_changes_little():
 
 
 def test_layer_cost_factors_are_found_bounded_and_one_without_data():
-    rows, drawn = _measured(_grid(), 0.002, 1, factor_spread=0.15)
+    whole, drawn = _measured(_grid(), 0.002, 1, factor_spread=0.15)
     wild, missing = (2048, 2, 2), (1024, 2, 2)
     rows = [
-        dataclasses.replace(r, seconds=r.seconds * (10 if r.cell == wild else 1)) for r in rows if r.cell != missing
+        dataclasses.replace(r, seconds=r.seconds * (10 if r.cell == wild else 1)) for r in whole if r.cell != missing
     ]
     factors = calibrate.fit(rows).factors
     assert ("A100", *reversed_cell(missing)) not in factors and len(factors) == len(drawn) - 1
     assert factors.pop(("A100", *reversed_cell(wild))) == pytest.approx(calibrate.FACTOR_RANGE[1], rel=1e-3)
+    factors = calibrate.fit(whole).factors
     found = np.log([[factors[cell], drawn[cell]] for cell in factors])
-    assert np.corrcoef(found.T)[0, 1] > 0.75 and np.std(found[:, 0] - found[:, 1]) < 0.12
+    assert np.corrcoef(found.T)[0, 1] > 0.75 and np.std(found[:, 0] - found[:, 1]) < 0.1
 
 
 def reversed_cell(cell):
