@@ -68,7 +68,7 @@ os.environ["FAULT"] = "1 / 0"
 try:
     hostile.hunt((faulty,), home, "gate")
 except AssertionError as error:
-    print(json.dumps([found, type(error).__name__, *error.__notes__]))
+    print(json.dumps([found, type(error).__name__, "\\n".join(error.__notes__)]))
 """
 
 
