@@ -27,6 +27,7 @@ _Mlir: TypeAlias = Any  # a module or an operation of MLIR, for which jax has no
 RANKS = 4  # data ranks that vmap emulates
 _MESSAGES = 6
 _KERNEL = (64, 96)
+_EMULATED = jax.ShapeDtypeStruct((RANKS, *_KERNEL), jnp.float32)
 _FEWER_PASSES = 6  # how many times fewer passes than XLA's program for CPUs a kernel may make
 
 # Bytes that each of n ranks of a collective sends over a ring, in multiples of its operand's bytes.
@@ -202,13 +203,26 @@ def _passes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     assert found <= _FEWER_PASSES * declared, f"passes() says {declared:g}, the program makes {found:.3g}"
 
 
+@functools.lru_cache(maxsize=8)
+def _jitted_codec(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.stages.Wrapped, ...]:
+    """Return (state, x, active) -> (wire, state) and wire -> x, each compiled once for all properties."""
+    like = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.jit(codec.encode), jax.jit(lambda wire: codec.decode(wire, like))
+
+
+def _coder(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.stages.Wrapped, ...]:
+    """Return what `_jitted_codec` returns."""
+    settled: Any = codec  # a Protocol is not known to be hashable
+    return _jitted_codec(settled, shape, dtype)
+
+
 def _same_bits(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     @jax.jit
     def sender(state: State, x: jax.Array) -> tuple[Wire, State, jax.Array]:
         wire, state = codec.encode(state, x, True)
         return wire, state, codec.decode(wire, x)
 
-    receiver = jax.jit(lambda wire: codec.decode(wire, jax.ShapeDtypeStruct(shape, dtype)))
+    _, receiver = _coder(codec, shape, dtype)
     state = codec.init(shape, dtype)
     for x in _given(shape, dtype):
         wire, state, decoded = sender(state, x)
@@ -216,7 +230,7 @@ def _same_bits(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
 
 
 def _inactive(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-    encode = jax.jit(codec.encode)
+    encode, _ = _coder(codec, shape, dtype)
     state = codec.init(shape, dtype)
     for i, x in enumerate(_given(shape, dtype)):
         _, after = encode(state, x, jnp.bool_(False))
@@ -225,29 +239,31 @@ def _inactive(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
 
 
 def _zeros(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    encode, decode = _coder(codec, shape, dtype)
     state, zero = codec.init(shape, dtype), jnp.zeros(shape, dtype)
     for x in (zero, zero, *_given(shape, dtype)[:3]):
-        wire, state = codec.encode(state, x, True)
-        decoded = codec.decode(wire, x)
+        wire, state = encode(state, x, jnp.bool_(True))
+        decoded = decode(wire)
         assert np.isfinite(np.asarray(decoded, np.float64)).all(), "a zero message arrives as one that is not finite"
     assert np.any(np.asarray(decoded)), "after zero messages every message arrives as zeros"
 
 
 def _not_finite(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-    run = jax.jit(lambda state, x: codec.decode(codec.encode(state, x, True)[0], x))
+    encode, decode = _coder(codec, shape, dtype)
     for value in (np.nan, np.inf, -np.inf):
         x = np.array(_given(shape, dtype)[0])
         x.reshape(-1)[x.size // 3] = value
-        arrived = np.asarray(run(codec.init(shape, dtype), jnp.asarray(x)), np.float64)
+        wire, _ = encode(codec.init(shape, dtype), jnp.asarray(x), jnp.bool_(True))
+        arrived = np.asarray(decode(wire), np.float64)
         assert not np.isfinite(arrived).all(), f"a message with one {value} arrives as a finite one"
 
 
 def _adds_up(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-    encode, state, decoded = jax.jit(codec.encode), codec.init(shape, dtype), []
-    given = _given(shape, dtype)
+    (encode, decode), state, decoded = _coder(codec, shape, dtype), codec.init(shape, dtype), []
+    given, sent = _given(shape, dtype), jnp.bool_(True)
     for x in given:
-        wire, state = encode(state, x, True)
-        decoded.append(codec.decode(wire, x))
+        wire, state = encode(state, x, sent)
+        decoded.append(decode(wire))
     left = _sum([codec.residual(state, given[0])])
     if left.any():
         _require_sum(_sum(given), _sum(decoded), left, dtype)
@@ -255,7 +271,7 @@ def _adds_up(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     zero = jnp.zeros(shape, dtype)
 
     def brings(state: State) -> bool:
-        return bool(np.any(np.asarray(codec.decode(encode(state, zero, True)[0], zero))))
+        return bool(np.any(np.asarray(decode(encode(state, zero, sent)[0]))))
 
     _require_nothing(brings(codec.init(shape, dtype)), brings(state))
 
@@ -278,20 +294,20 @@ def _require_sum(given: np.ndarray, arrived: np.ndarray, left: np.ndarray, dtype
 
 
 def _resumes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-    encode, given = jax.jit(codec.encode), _given(shape, dtype)
+    (encode, _), given, sent = _coder(codec, shape, dtype), _given(shape, dtype), jnp.bool_(True)
     state = codec.init(shape, dtype)
     for x in given[:3]:
-        _, state = encode(state, x, True)
+        _, state = encode(state, x, sent)
     saved = jax.tree.map(lambda leaf: jnp.asarray(np.array(leaf)), state)
     for x in given[3:]:
-        (wire, state), (again, saved) = encode(state, x, True), encode(saved, x, True)
+        (wire, state), (again, saved) = encode(state, x, sent), encode(saved, x, sent)
         assert _bits((wire, state)) == _bits((again, saved)), "a state that was saved and read again goes on otherwise"
 
 
 # --- Over data --------------------------------------------------------------------------------------------------------
 
 # (states, gradients) -> (means, states, residuals) of all emulated ranks.
-_EmulatedReduction: TypeAlias = jax.stages.Wrapped
+_EmulatedReduction: TypeAlias = jax.stages.Compiled
 
 
 def _reducer_properties(reducer: Reducer) -> Iterator[tuple[str, Callable[[], bool | None]]]:
@@ -321,20 +337,21 @@ def _gradients(steps: int = _MESSAGES) -> list[jax.Array]:
 
 
 def _reduction(reducer: Reducer, shard: Shard) -> _EmulatedReduction:
-    """Return the jitted step (states, gradients) -> (means, states, residuals) of all emulated ranks."""
+    """Return the compiled step (states, gradients) -> (means, states, residuals) of all emulated ranks."""
     settled: Any = reducer  # a Protocol is not known to be hashable
-    return _jitted(settled, shard)
+    return _compiled(settled, shard)
 
 
 @functools.lru_cache(maxsize=8)
-def _jitted(reducer: Reducer, shard: Shard) -> _EmulatedReduction:
+def _compiled(reducer: Reducer, shard: Shard) -> _EmulatedReduction:
     """Return what `_reduction` returns."""
 
     def one(state: State, x: jax.Array) -> tuple[jax.Array, State, jax.Array]:
         means, states, _ = mean(reducer, [state], [x], [shard])
         return means[0], states[0], reducer.residual(states[0], x, shard)
 
-    return jax.jit(jax.vmap(one, axis_name="data"))
+    state = jax.eval_shape(lambda: _start(reducer, shard))
+    return jax.jit(jax.vmap(one, axis_name="data")).lower(state, _EMULATED).compile()
 
 
 def _start(reducer: Reducer, shard: Shard) -> State:
@@ -370,12 +387,11 @@ def _reduced_bytes(reducer: Reducer) -> bool | None:
 
 def _reduced_passes(reducer: Reducer) -> None:
     """Compare with the bytes that XLA counts in the program that emulates all ranks, beyond those of plain means."""
-    shard, x = _shards()[0], jax.ShapeDtypeStruct((RANKS, *_KERNEL), jnp.float32)
-    state = jax.eval_shape(lambda: _start(reducer, shard))
+    shard = _shards()[0]
     plain = jax.jit(jax.vmap(lambda own: reduce_scatter(own, "data", shard.dim) / RANKS, axis_name="data"))
     moved, dense = (
-        (lowered.compile().cost_analysis() or {}).get("bytes accessed", 0.0)
-        for lowered in (_reduction(reducer, shard).lower(state, x), plain.lower(x))
+        (compiled.cost_analysis() or {}).get("bytes accessed", 0.0)
+        for compiled in (_reduction(reducer, shard), plain.lower(_EMULATED).compile())
     )
     found = (moved - dense) / RANKS / array_bytes(_KERNEL, "float32")
     declared = reducer.passes().encode + reducer.passes().decode
@@ -399,7 +415,7 @@ def _means_add_up(reducer: Reducer) -> None:
             given = _sum([np.asarray(x, np.float64).mean(0) for x in _gradients()])
             _require_sum(given, _sum(means), left.mean(0), "float32")
             continue
-        run, zero = _reduction(reducer, shard), jnp.zeros((RANKS, *_KERNEL))
+        run, zero = _reduction(reducer, shard), jnp.zeros(_EMULATED.shape)
         first, later = (bool(np.any(np.asarray(run(some, zero)[0]))) for some in (_start(reducer, shard), state))
         _require_nothing(first, later)
 
@@ -407,7 +423,7 @@ def _means_add_up(reducer: Reducer) -> None:
 def _zero_gradients(reducer: Reducer) -> None:
     for shard in _shards():
         state = _start(reducer, shard)
-        for x in (jnp.zeros((RANKS, *_KERNEL)), *_gradients(2)):
+        for x in (jnp.zeros(_EMULATED.shape), *_gradients(2)):
             means, state, _ = _reduction(reducer, shard)(state, x)
             assert np.isfinite(np.asarray(means)).all(), "zero gradients make a mean that is not finite"
         assert np.any(np.asarray(means)), "after zero gradients every mean is zero"

@@ -15,7 +15,10 @@ from paxtrain.data.preparation import prepare
 from tests.sources import ROOT
 
 API = ROOT / "docs" / "api.md"
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = [
+    pytest.param(path, marks=[] if path.stem == "error_of_compression" else pytest.mark.slow)
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
 @pytest.fixture(scope="module")

@@ -50,12 +50,12 @@ def test_codecs_of_the_library_have_all_properties(codec):
     "codec",
     [
         TopK(0.1),
-        QuantisedBlocks(8),
         QuantisedBlocks(4, rotate=True),
         compress.LowRank(4),
-        Float8Blocks(),
-        Signs(64),
-        LowRankRemainder(4),
+        *(
+            pytest.param(codec, marks=pytest.mark.slow)
+            for codec in (QuantisedBlocks(8), Float8Blocks(), Signs(64), LowRankRemainder(4))
+        ),
     ],
     ids=repr,
 )

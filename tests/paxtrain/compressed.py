@@ -65,7 +65,8 @@ def evaluated(c: Config, stage_ranks: tuple[int, ...] | None = None) -> tuple[fl
     tokens = batch(trained)
     run = jax.jit(trained.loss_and_gradients).lower(params, tokens).compile(FAST)
     loss, grads, codec, _ = run(params, tokens)
-    return float(loss), jax.device_get(trained.layout.to_canonical(grads)), jax.device_get(grads), jax.device_get(codec)
+    whole = jax.jit(trained.layout.to_canonical)(grads)
+    return float(loss), *jax.device_get((whole, grads, codec))
 
 
 def trained_steps(c: Config, steps: int) -> tuple[list[float], dict]:

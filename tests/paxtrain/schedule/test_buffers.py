@@ -17,6 +17,8 @@ from paxtrain.schedule.table import ALONG, BETWEEN, UNDER
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
+QUICK = [shape for shape in SHAPES if shape[1] in (1, 2, 3, 4, 8) and shape[2] < 4 and shape[1:] != (8, 3)]
+SHAPES = [shape if shape in QUICK else pytest.param(*shape, marks=pytest.mark.slow) for shape in SHAPES]
 
 
 def shapes(test):
