@@ -95,7 +95,7 @@ class Lab:
         script = 'mount -t tmpfs -o size="$1"m none "$2" && touch "$2/held" && exec sleep infinity'
         holder = self.cluster.start(0, ["/bin/sh", "-c", script, "sh", str(_DISK), str(place)])
         found = pathlib.Path(f"/proc/{holder.pid}/root{place.absolute()}")
-        _wait("a disk", (found / "held").exists, 10)
+        wait("a disk", (found / "held").exists, 10)
         return found
 
     def start(self, wrong: bool = False) -> None:
@@ -141,7 +141,7 @@ class Lab:
             assert all(popen.poll() is None for popen in self.started), self.said
             return self.last_step >= step
 
-        _wait(f"step {step}", there, PATIENCE)
+        wait(f"step {step}", there, PATIENCE)
 
     def wait_for_end(self, broken: float, limit: float) -> Figures:
         """Return the seconds from `broken` until nothing trains any more, the codes, and the first that is said."""
@@ -180,7 +180,8 @@ class Lab:
             self.cluster.cut(_LAST, other)
 
 
-def _wait(what: str, holds: Callable[[], bool], limit: float) -> None:
+def wait(what: str, holds: Callable[[], bool], limit: float) -> None:
+    """Return when something holds, and fail after `limit` seconds."""
     until = time.monotonic() + limit
     while not holds():
         assert time.monotonic() < until, f"{what} did not come within {limit:g} s"
@@ -209,7 +210,7 @@ def broken(lab: Lab, fault: str, limit: float = 3 * LOST) -> Figures:
         began = time.monotonic()
         FAULTS[fault](lab)
     else:
-        _wait("the processes", lambda: any(map(lab.workers, range(HOSTS))), PATIENCE)
+        wait("the processes", lambda: any(map(lab.workers, range(HOSTS))), PATIENCE)
     return {"fault": fault, **lab.wait_for_end(began, limit if fault != BAD_INPUT else PATIENCE)}
 
 

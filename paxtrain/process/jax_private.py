@@ -20,11 +20,14 @@ class CoordinationClient(Protocol):
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
         """Return when every process waits at the barrier; a name can be used once."""
 
-    def key_value_set(self, key: str, value: str) -> None:
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         """Store a value for all processes."""
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         """Return the value of a key, and wait until a process has stored it."""
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """Return the keys of a directory that have a value now, with it; the name ends in a slash."""
 
     def key_value_delete(self, key: str) -> None:
         """Delete a key, or a whole directory if the key ends in a slash."""

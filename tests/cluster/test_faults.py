@@ -4,6 +4,7 @@ One run is broken again and again; each start continues from its last checkpoint
 """
 
 import signal
+import time
 
 import pytest
 
@@ -48,6 +49,18 @@ def test_a_host_without_network_is_named(lab):
     for other in range(faults.HOSTS - 1):
         lab.cluster.restore(faults.HOSTS - 1, other)
     assert "unhealthy (stopped sending heartbeats):\n2\n" in lab.said
+
+
+def test_a_slow_host_is_named(lab):
+    lab.start()
+    lab.wait_for_step(lab.last_step + 8)
+    lab.cluster.limit(0.1, faults.HOSTS - 1)
+    faults.wait("a note", lambda: "note: process 2 on pax2: its CPU takes " in lab.said, faults.PATIENCE)
+    lab.cluster.limit(None, faults.HOSTS - 1)
+    faults.wait("a note", lambda: "note: process 2 on pax2: its CPU is as fast" in lab.said, faults.PATIENCE)
+    assert lab.said.count("note: process ") == 2
+    lab.term()
+    assert lab.wait_for_end(time.monotonic(), faults.PATIENCE)["codes"] == [0] * faults.HOSTS
 
 
 def test_no_step_is_lost_and_none_comes_twice(lab):
