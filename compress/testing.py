@@ -204,7 +204,7 @@ def _passes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _jitted_codec(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.stages.Wrapped, ...]:
+def _jitted_codec(codec: Codec, shape: tuple[int, ...], dtype: np.dtype) -> tuple[jax.stages.Wrapped, ...]:
     """Return (state, x, active) -> (wire, state) and wire -> x, each compiled once for all properties."""
     like = jax.ShapeDtypeStruct(shape, dtype)
     return jax.jit(codec.encode), jax.jit(lambda wire: codec.decode(wire, like))
@@ -213,7 +213,7 @@ def _jitted_codec(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> tup
 def _coder(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.stages.Wrapped, ...]:
     """Return what `_jitted_codec` returns."""
     settled: Any = codec  # a Protocol is not known to be hashable
-    return _jitted_codec(settled, shape, dtype)
+    return _jitted_codec(settled, shape, np.dtype(dtype))
 
 
 def _same_bits(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:

@@ -57,7 +57,7 @@ class Progress:
         self._doing, self._since = "starting", time.monotonic()
         self._step: int | None = None
         self._seconds: deque[float] = deque(maxlen=_STEPS)
-        self._watching = False
+        self._depth = 0  # of nested blocks
         self._over = threading.Event()
 
     def finished(self, step: int) -> None:
@@ -136,15 +136,24 @@ class Progress:
         self._end(f"{type(error).__name__}: {str(error)[:600]}, {self._when()}", FAULT)
 
     def __enter__(self) -> Self:
-        if self._ends and not self._watching:
-            self._watching = True
+        self._depth += 1
+        if self._ends and self._depth == 1:
+            self._over.clear()
             threading.Thread(target=self._watch, args=(threading.get_ident(),), name="watchdog", daemon=True).start()
             # One of its own: it may have to wait for the coordinator, and the watchdog must not.
             threading.Thread(target=self._compare_hosts, name="host speed", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, SystemExit) or not self._ends:
-            return
-        if jax_private.joined_processes() > 1:
-            self._failed(error)
+        try:
+            if (
+                error is not None
+                and not isinstance(error, SystemExit)
+                and self._ends
+                and jax_private.joined_processes() > 1
+            ):
+                self._failed(error)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._over.set()

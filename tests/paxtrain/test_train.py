@@ -282,15 +282,18 @@ class Recorded(Run):
 @pytest.mark.parametrize(
     "changes",
     [
-        {
-            "mesh__data": 1,
-            "mesh__pipe": 2,
-            "mesh__tensor": 4,
-            "mesh__zero1": False,
-            "mesh__sequence_parallel": True,
-            "pipeline__virtual_stages": 2,
-            "pipeline__schedule": "interleaved_1f1b",
-        },
+        pytest.param(
+            {
+                "mesh__data": 1,
+                "mesh__pipe": 2,
+                "mesh__tensor": 4,
+                "mesh__zero1": False,
+                "mesh__sequence_parallel": True,
+                "pipeline__virtual_stages": 2,
+                "pipeline__schedule": "interleaved_1f1b",
+            },
+            marks=pytest.mark.slow,
+        ),
         {"mesh__data": 4, "mesh__tensor": 1, "batch__micro_batch": 1, "batch__data_micro_batches": "3,2,2,1"},
         pytest.param({"mesh__data": 2, "mesh__pipe": 4, "mesh__tensor": 1}, marks=pytest.mark.slow),
     ],
@@ -319,7 +322,7 @@ def processes_flags(count, devices, head=lambda i: ()):
 @pytest.mark.parametrize(
     "mesh, batch",
     [
-        ({"pipeline__pipe_layers": "3,1"}, "2 data ranks x 2 micro-batches x 2"),
+        pytest.param({"pipeline__pipe_layers": "3,1"}, "2 data ranks x 2 micro-batches x 2", marks=pytest.mark.slow),
         ({"batch__data_micro_batches": "3,1"}, "2 data ranks x 3,1 micro-batches x 2"),
     ],
     ids=["uneven stages", "uneven data ranks"],

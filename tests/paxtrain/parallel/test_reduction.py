@@ -67,12 +67,12 @@ def trained(c) -> Trainer:
     return Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
 
 
-@pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.once)])
+@pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients_in_bfloat16_are_within_its_precision_on_all_stages(zero1):
     """The embedding's, which two stages add up in float32, and every layer's, reduced in the last op or behind it."""
-    c = config((2, 4, 1), layers=8, zero1=zero1)
+    c = config((2, 2, 1), 4, zero1=zero1)
     c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, reduce_dtype="bfloat16"))
-    found = errors(trained(c), reference(16, 0.0, 8))
+    found = errors(trained(c), reference(4, 0.0, 4))
     arrays = {name: error for name, error in found.items() if name not in ("loss", "norm")}
     assert found["loss"] < 1e-5
     assert max(arrays.values()) < 2 * EPSILON["bfloat16"]
@@ -82,5 +82,5 @@ def test_gradients_in_bfloat16_are_within_its_precision_on_all_stages(zero1):
 @pytest.mark.parametrize(("zero1", "schedule"), [(True, "eager_1f1b"), (False, "zb_h1")])
 def test_reducing_behind_the_rows_gives_the_same_gradients(monkeypatch, zero1, schedule):
     monkeypatch.setattr(DataReduction, "closes", lambda self, stages: False)
-    found = errors(trained(config((2, 4, 1), zero1=zero1, schedule=schedule)), reference(16, 0.0, 4))
+    found = errors(trained(config((2, 3, 1), 8, layers=3, zero1=zero1, schedule=schedule)), reference(8, 0.0, 3))
     assert max(found.values()) <= 1e-5

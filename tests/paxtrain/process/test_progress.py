@@ -1,5 +1,6 @@
 """A process that fails or hangs ends at once, with one sentence about itself; one that is alone is left alone."""
 
+import threading
 import time
 
 import pytest
@@ -57,6 +58,24 @@ def test_a_failure_is_one_sentence_and_the_end(several, capsys, error, code, sen
     lines = [line for line in said if line.startswith("error: ")]
     assert len(lines) == 1 and lines[0].startswith(sentence), said
     assert any(line.startswith("Traceback") for line in said) == isinstance(error, ValueError)
+
+
+def test_its_threads_end_with_the_outermost_block():
+    def mine():
+        return {thread.name for thread in threading.enumerate()} & {"watchdog", "host speed"}
+
+    before = progress._CHECK
+    progress._CHECK = 0.01
+    try:
+        with Progress(ends=True) as made:
+            with made:
+                pass
+            time.sleep(0.05)
+            assert mine() == {"watchdog", "host speed"}
+        time.sleep(0.5)
+        assert not mine()
+    finally:
+        progress._CHECK = before
 
 
 def test_what_it_was_doing_is_said(several, capsys):
