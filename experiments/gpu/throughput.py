@@ -18,7 +18,7 @@ from experiments.gpu.section import FULL, TOY, Result, Section, SectionPart
 from paxtrain.config.load import load_config
 from paxtrain.devices import datasheets
 from paxtrain.run import metrics, plots
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import spec_of
 
 PLAIN = "plain jit"
 _AIM = 0.5  # MFU of the 1.3B model
@@ -136,7 +136,7 @@ SMALL |= {"model.dtype": "float32", "batch.micro_batch": 2}
 
 def settings_of(schedule: str) -> dict[str, Any]:
     """Return the settings of a schedule, by dotted key, with the fewest chunks that it takes."""
-    return {"pipeline.schedule": schedule, "pipeline.virtual_stages": SPECS[schedule].least_chunks}
+    return {"pipeline.schedule": schedule, "pipeline.virtual_stages": spec_of(schedule).least_chunks}
 
 
 SECTION = Section(

@@ -8,7 +8,7 @@ import numpy as np
 
 from paxtrain.config.checks import bounded, choice, counts, positive, require
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import FILE, SPECS, ScheduleSpec, between_ends, names
+from paxtrain.schedule.schedules import FILE, ScheduleSpec, between_ends, names, spec_of
 
 MOST_SEQUENCES = 2**20  # of an optimizer step
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
@@ -118,7 +118,7 @@ class PipelineConfig:
         choice("pipeline.save", self.save, SAVE_MODES)
         choice("pipeline.scan_layers", self.scan_layers, ("auto", "on", "off"))
         choice("pipeline.idle", self.idle, ("auto", "compute", "skip"))
-        masked = " or ".join(name for name in names() if SPECS[name].masked)
+        masked = " or ".join(names(lambda spec: spec.masked))
         require(
             self.spec.masked or self.idle != "compute",
             f"pipeline.idle=compute needs pipeline.schedule={masked}, got {self.schedule}; "
@@ -129,7 +129,7 @@ class PipelineConfig:
         require(
             self.spec.interleaves or self.virtual_stages == 1,
             f"pipeline.virtual_stages={self.virtual_stages} needs pipeline.schedule="
-            f"{' or '.join(name for name in names() if SPECS[name].interleaves)}, got {self.schedule}",
+            f"{' or '.join(names(lambda spec: spec.interleaves))}, got {self.schedule}",
         )
         require(
             not self.spec.interleaves or self.virtual_stages > 1,
@@ -145,11 +145,11 @@ class PipelineConfig:
     @property
     def spec(self) -> ScheduleSpec:
         """Facts about the schedule."""
-        return SPECS[self.schedule_key]
+        return spec_of(self.schedule_key)
 
     @property
     def schedule_key(self) -> str:
-        """Key of the schedule in SPECS, which also says what is in flight."""
+        """Name of the schedule in `schedules.spec_of`, which also says what is in flight."""
         return between_ends(self.in_flight) if self.in_flight else self.schedule
 
     def check_size(self, stages: int, micro_batches: int) -> None:

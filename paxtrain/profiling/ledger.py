@@ -20,7 +20,7 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.optimizer import make_optimizer
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
-from paxtrain.schedule.schedules import SPECS, names
+from paxtrain.schedule.schedules import names, spec_of
 from paxtrain.xla import aot, costs, hlo
 
 # The share of the data sheet's rates that kernels are taken to reach, for matrix products and for memory.
@@ -279,7 +279,7 @@ def scheduled(config: Config, schedule: str, tensor: int, pipe: int = 4, micro_b
         pipe: number of stages.
         micro_batches: micro-batches of each data rank.
     """
-    chunks = SPECS[schedule].least_chunks
+    chunks = spec_of(schedule).least_chunks
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, layers=2 * pipe).with_attention((9, 0)),

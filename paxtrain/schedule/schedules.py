@@ -224,25 +224,35 @@ def _from_file(path: str) -> ScheduleSpec:
     )
 
 
-class _ScheduleSpecs(dict[str, ScheduleSpec]):
-    """The schedules by name. Those of `outside` are made when they are first looked up."""
-
-    def __missing__(self, name: str) -> ScheduleSpec:
-        if name.endswith(FILE):
-            self[name] = _from_file(name)
-        elif name.startswith(FAMILY) and whole(name.removeprefix(FAMILY)) is not None:
-            self[name] = _between(int(name.removeprefix(FAMILY)))
-        else:
-            raise KeyError(name)
-        return self[name]
-
-
 FILE, FAMILY = ".csv", "1f1b:"
 
 
 def names(which: Callable[[ScheduleSpec], object] = lambda spec: True) -> tuple[str, ...]:
     """Return the names of the schedules that are described here, of those for whose spec `which` holds."""
-    return tuple(name for name in SPECS if not outside(name) and which(SPECS[name]))
+    return tuple(name for name, spec in SPECS.items() if which(spec))
+
+
+_OUTSIDE: dict[str, ScheduleSpec] = {}  # of names that are `outside`, in the order in which `spec_of` made them
+
+
+def spec_of(name: str) -> ScheduleSpec:
+    """Return the spec of a schedule. A schedule's file is read and proved when it is first asked for.
+
+    Args:
+        name: a key of SPECS, or a name that is `outside`.
+
+    Raises:
+        ValueError: there is no schedule of that name, or the file's schedule is wrong.
+    """
+    if found := SPECS.get(name) or _OUTSIDE.get(name):
+        return found
+    if name.endswith(FILE):
+        _OUTSIDE[name] = _from_file(name)
+    elif name.startswith(FAMILY) and (most := whole(name.removeprefix(FAMILY))) is not None:
+        _OUTSIDE[name] = _between(most)
+    else:
+        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(names())}")
+    return _OUTSIDE[name]
 
 
 def outside(name: str) -> bool:
@@ -251,8 +261,8 @@ def outside(name: str) -> bool:
 
 
 def parts(name: str) -> tuple[str, int]:
-    """Return PipelineConfig.schedule and PipelineConfig.in_flight of a key of SPECS."""
-    most = SPECS[name].in_flight_first
+    """Return PipelineConfig.schedule and PipelineConfig.in_flight of a schedule's name."""
+    most = spec_of(name).in_flight_first
     return (FAMILY.removesuffix(":"), most) if most else (name, 0)
 
 
@@ -261,64 +271,62 @@ def between_ends(most: int) -> str:
     return f"{FAMILY}{most}"
 
 
-SPECS: dict[str, ScheduleSpec] = _ScheduleSpecs(
-    {
-        "eager_1f1b": ScheduleSpec(
-            ops=_eager_1f1b,
-            order="paired",
-            in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + 1,
-            activation_slots=0,
-            gradient_slots=lambda p, m: 0,
-            masked=True,
-        ),
-        "gpipe": ScheduleSpec(
-            ops=_gpipe,
-            order="forwards_first",
-            in_flight=lambda s, p, v, m: m + 0 * s,
-            activation_slots=0,
-            gradient_slots=lambda p, m: m,
-        ),
-        "1f1b": ScheduleSpec(
-            ops=_1f1b,
-            order="alternating",
-            in_flight=lambda s, p, v, m: p - s,
-            activation_slots=1,
-            gradient_slots=lambda p, m: 1,
-            settles=4,
-        ),
-        # The message rings, which are small, are known to within a few slots.
-        "interleaved_1f1b": ScheduleSpec(
-            ops=_interleaved_1f1b,
-            order="alternating",
-            in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + (v - 1) * p + 1,
-            activation_slots=2,
-            gradient_slots=lambda p, m: np.minimum(p // 2 + 1, m),
-            interleaves=True,
-            settles=4,
-        ),
-        # From F to W there are as many in flight on every stage as 1f1b has on the first one.
-        "zb_h1": ScheduleSpec(
-            ops=_zb_h1,
-            order="alternating",
-            in_flight=lambda s, p, v, m: p + 0 * s,
-            activation_slots=1,
-            gradient_slots=lambda p, m: 1,
-            splits=True,
-            settles=4,
-        ),
-    }
-)
+SPECS: dict[str, ScheduleSpec] = {
+    "eager_1f1b": ScheduleSpec(
+        ops=_eager_1f1b,
+        order="paired",
+        in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + 1,
+        activation_slots=0,
+        gradient_slots=lambda p, m: 0,
+        masked=True,
+    ),
+    "gpipe": ScheduleSpec(
+        ops=_gpipe,
+        order="forwards_first",
+        in_flight=lambda s, p, v, m: m + 0 * s,
+        activation_slots=0,
+        gradient_slots=lambda p, m: m,
+    ),
+    "1f1b": ScheduleSpec(
+        ops=_1f1b,
+        order="alternating",
+        in_flight=lambda s, p, v, m: p - s,
+        activation_slots=1,
+        gradient_slots=lambda p, m: 1,
+        settles=4,
+    ),
+    # The message rings, which are small, are known to within a few slots.
+    "interleaved_1f1b": ScheduleSpec(
+        ops=_interleaved_1f1b,
+        order="alternating",
+        in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + (v - 1) * p + 1,
+        activation_slots=2,
+        gradient_slots=lambda p, m: np.minimum(p // 2 + 1, m),
+        interleaves=True,
+        settles=4,
+    ),
+    # From F to W there are as many in flight on every stage as 1f1b has on the first one.
+    "zb_h1": ScheduleSpec(
+        ops=_zb_h1,
+        order="alternating",
+        in_flight=lambda s, p, v, m: p + 0 * s,
+        activation_slots=1,
+        gradient_slots=lambda p, m: 1,
+        splits=True,
+        settles=4,
+    ),
+}
 
 
 def code(name: str) -> int:
-    """Return a schedule's number, its place in SPECS: columns of candidates hold numbers."""
-    assert SPECS[name]  # makes it if it is from outside
-    return list(SPECS).index(name)
+    """Return a schedule's number, first those of SPECS: columns of candidates hold numbers."""
+    spec_of(name)  # gives a name from outside its number
+    return [*SPECS, *_OUTSIDE].index(name)
 
 
 def name_of(number: int) -> str:
     """Return the name of the schedule that has this number."""
-    return list(SPECS)[number]
+    return [*SPECS, *_OUTSIDE][number]
 
 
 def each(codes: ArrayLike, quantity: Callable[..., ArrayLike], *columns: ArrayLike) -> np.ndarray:
@@ -330,7 +338,7 @@ def each(codes: ArrayLike, quantity: Callable[..., ArrayLike], *columns: ArrayLi
         columns: numbers, or arrays that broadcast against the codes.
     """
     numbers, *entries = np.broadcast_arrays(codes, *columns)
-    specs, found = list(SPECS.values()), []
+    specs, found = [*SPECS.values(), *_OUTSIDE.values()], []
     for i in np.flatnonzero(np.bincount(numbers.ravel())).tolist():
         where = numbers == i
         found.append((where, np.asarray(quantity(specs[i], *(column[where] for column in entries)))))
@@ -345,18 +353,16 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1, overlap: 
     """Return the table of a training schedule.
 
     Args:
-        name: a key of SPECS.
+        name: see `spec_of`.
         stages: P, the size of the pipe axis.
         micro_batches: m per data rank and step, any number from 1 on.
         chunks: virtual stages per stage, v; ignored unless the schedule interleaves.
         overlap: transfers run beside compute, as on GPUs; False: devices wait for them, as on CPUs.
 
     Raises:
-        ValueError: there is no schedule of that name.
+        ValueError: see `spec_of`.
     """
-    if name not in SPECS and not outside(name):
-        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(names())}")
-    spec = SPECS[name]
+    spec = spec_of(name)
     chunks = chunks if spec.interleaves else 1
     ops, masked = spec.ops(stages, chunks, micro_batches, overlap), bool(spec.masks(overlap))
     return Schedule(name, stages, chunks, micro_batches, *ops, masked=masked, travel=spec.travel(overlap))

@@ -6,7 +6,7 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.config import fragment_layers
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import spec_of
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
 from planner.cost.sizes import MASTER, Sizes
@@ -110,7 +110,7 @@ def hides(candidate: Candidate, overlap: bool) -> bool:
         overlap: transfers run beside compute.
     """
     c = candidate
-    return overlap and c.outer.overlap > 0 and (c.pipe == 1 or bool(SPECS[c.schedule].masks(True)))
+    return overlap and c.outer.overlap > 0 and (c.pipe == 1 or bool(spec_of(c.schedule).masks(True)))
 
 
 def exposed(candidate: Candidate, exchanges: Array, under: Array, overlap: bool) -> Array:

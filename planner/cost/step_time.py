@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.schedule.schedules import SPECS, build
+from paxtrain.schedule.schedules import build, spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost import data_axis, outer
@@ -102,7 +102,7 @@ class Problem(Sizes):
         first[0] = 0.5  # half of the embedding's time is its look-up, half its gradient
         names = [field.name for field in dataclasses.fields(costs.LayerCosts)]
         unit = {name: np.array([getattr(x, name) for x in self.layer]) for name in names}
-        divided = SPECS[c.schedule].splits and c.pipe > 1
+        divided = spec_of(c.schedule).splits and c.pipe > 1
         table, last = unit["embedding"][:, None] * first, unit["backward_weights" if divided else "backward"]
         table = table + unit["chunk"][:, None]
         self.forward = unit["forward"][:, None] * counts + table
@@ -124,7 +124,7 @@ class Problem(Sizes):
         if not self.overlap or c.together == 1:
             return np.zeros((len(counts), c.pipe))
         few = min(c.micro_batches, 2 * c.pipe + c.micro_batches % c.pipe)  # further ones only repeat rows
-        closing = _closing(c.schedule, c.pipe, c.micro_batches if SPECS[c.schedule].size else few, c.chunks)
+        closing = _closing(c.schedule, c.pipe, c.micro_batches if spec_of(c.schedule).size else few, c.chunks)
         return closing * (counts[:, : c.pipe] - (c.chunks == 1))
 
     @property

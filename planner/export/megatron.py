@@ -8,7 +8,7 @@ References:
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.plan import Plan
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import spec_of
 from planner.export.exported import Exported, best_order, common, runs
 
 _ORDERS = {"": ("pipe", "data", "tensor"), "--use-tp-pp-dp-mapping": ("data", "pipe", "tensor")}
@@ -96,7 +96,7 @@ def _memory(plan: Plan, layers: tuple[int, ...]) -> list[str]:
 
 def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
     found = []
-    spec = SPECS[plan.pipeline.schedule_key]
+    spec = spec_of(plan.pipeline.schedule_key)
     if plan.mesh.pipe > 1 and not spec.interleaves and plan.pipeline.schedule_key != "1f1b":
         found.append(
             f"Megatron-LM runs 1F1B instead of {plan.pipeline.schedule_key}, so its transfers are exposed differently"

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from paxtrain import files
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError, whole
-from paxtrain.schedule.schedules import FAMILY, SPECS, names
+from paxtrain.schedule.schedules import FAMILY, names, spec_of
 
 _OF_RANKS = ("stage_layers", "schedule", "virtual_stages", "data_micro_batches", "placement")
 OPTIONAL = ("device_kinds", "host_gbit", "intra_gbit", *_OF_RANKS)
@@ -89,7 +89,7 @@ class Trial:
         host_bytes: bytes/s of each host's network; None if unknown.
         intra_bytes: bytes/s between two devices of each host; None if unknown.
         stage_layers: transformer layers of each stage.
-        schedule: a key of paxtrain.schedule.schedules.SPECS.
+        schedule: its name, see `paxtrain.schedule.schedules.spec_of`.
         virtual_stages: chunks of layers of each stage.
         data_micro_batches: micro-batches of each data rank; empty: all have as many.
         placement: host of each tensor group, in the order of the ranks; empty: they fill host after host.
@@ -238,7 +238,7 @@ def _schedule(name: str, stages: int, given: str) -> tuple[str, int]:
     known = name in names() or (in_flight is not None and stages <= in_flight < 2 * stages)
     if stages == 1 or not known:
         return "1f1b", 1
-    spec = SPECS[name]
+    spec = spec_of(name)
     return name, max(chunks, spec.least_chunks) if spec.interleaves else 1
 
 

@@ -47,7 +47,7 @@ class Shape:
         common: layers of the smallest virtual stage.
         micro_batch: sequences of a micro-batch.
         micro_batches: micro-batches per data rank and step.
-        schedule: place in paxtrain.schedule.schedules.SPECS.
+        schedule: its number, see `paxtrain.schedule.schedules.code`.
         save: place in paxtrain.config.SAVE_MODES.
         zero1: state and gradients are sharded over data.
         scan: layers run in a loop.

@@ -23,7 +23,7 @@ from paxtrain import command_line
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.config.load import nested
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import spec_of
 from planner.memory import closed_form, compiled
 from planner.memory.margin import LABELS as LABEL_FILES
 from planner.memory.margin import margin
@@ -86,10 +86,10 @@ def _draw(rng: np.random.Generator, sizes: dict[str, tuple[int, ...]], lowest: f
 
     while True:
         schedule = pick("eager_1f1b", "1f1b", "gpipe", "interleaved_1f1b", p=[0.5, 0.18, 0.16, 0.16])
-        pipe = 2 if SPECS[schedule].interleaves else pick(2, 4)
+        pipe = 2 if spec_of(schedule).interleaves else pick(2, 4)
         if schedule == "eager_1f1b":
             pipe = pick(1, 2, 4, 8, p=[0.2, 0.42, 0.34, 0.04])
-        chunks = pick(2, 3, p=[0.9, 0.1]) if SPECS[schedule].interleaves else 1
+        chunks = pick(2, 3, p=[0.9, 0.1]) if spec_of(schedule).interleaves else 1
         stages, scan = pipe * chunks, rng.random() < 0.38
         slots = rng.integers(4, 17) if scan else rng.integers(1, {1: 7, 2: 5}.get(stages, 3))
         counts = np.full(stages, slots)

@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 
-from paxtrain.schedule.schedules import SPECS, build
+from paxtrain.schedule.schedules import build, spec_of
 from paxtrain.schedule.table import IDLE, Schedule
 
 Array = np.ndarray
@@ -16,7 +16,7 @@ class Table:
     """A schedule's table to replay, and which of its gradient messages travel compressed.
 
     Attributes:
-        schedule: its name in paxtrain.schedule.schedules.SPECS.
+        schedule: its name, see `paxtrain.schedule.schedules.spec_of`.
         stages: P.
         micro_batches: m.
         chunks: v.
@@ -201,7 +201,7 @@ def runs(table: Table, overlap: bool = True) -> list[RepeatedRows]:
         table: schedule.
         overlap: see `paxtrain.schedule.schedules.build`.
     """
-    spec = SPECS[table.schedule]
+    spec = spec_of(table.schedule)
     step = table.stages if spec.interleaves else 1
     if spec.order == "alternating" and overlap:
         step = spec.repeats(table.stages)

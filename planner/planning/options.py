@@ -5,7 +5,7 @@ import dataclasses
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, OuterConfig
 from paxtrain.errors import UserError
 from paxtrain.knobs import check, knob
-from paxtrain.schedule.schedules import FILE, SPECS, names
+from paxtrain.schedule.schedules import FILE, names, spec_of
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
@@ -105,11 +105,11 @@ class PlanOptions:
             raise UserError(f"--schedules must be some of {', '.join(names())}, got {unknown[0]!r}")
         for name in self.schedules:
             try:
-                SPECS[name].travel(True)
+                spec_of(name).travel(True)
             except ValueError as error:
                 raise UserError(f"--schedules: {error}") from error
         check(self, *(("schedules",) if self.schedules else ()))
-        if all(SPECS[name].splits for name in self.schedules) and not set(self.saves) & set(SPLIT_SAVES):
+        if all(spec_of(name).splits for name in self.schedules) and not set(self.saves) & set(SPLIT_SAVES):
             known = " or ".join(SPLIT_SAVES)
             raise UserError(f"--schedules={','.join(self.schedules)} needs --saves={known}, got {','.join(self.saves)}")
         if min(self.virtual_stages, default=2) < 2:

@@ -163,7 +163,7 @@ def activity(report: Report) -> Activity:
     own = table.micro_batches - table.first
     few = max(_MOST_OPS // (c.pipe * c.chunks), 6 * c.pipe)
     shorter, left_out = table, 0.0
-    if own > few + c.pipe and not schedules.SPECS[table.schedule].size:
+    if own > few + c.pipe and not schedules.spec_of(table.schedule).size:
         shorter = dataclasses.replace(table, micro_batches=table.first + few + (own - few) % c.pipe)
         left_out = float(ends[rank].max() - simulator.pipeline(shorter, one, problem.overlap).max())
     bars = pipeline(shorter, one, problem.overlap)

@@ -7,7 +7,7 @@ import numpy as np
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import SPECS, name_of
+from paxtrain.schedule.schedules import name_of, spec_of
 from paxtrain.tables import times
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import Coded
@@ -98,7 +98,7 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
     now = numbers_of(chosen.candidate)
     found: list[str] = []
     for changed in _moves(now, search):
-        spec = SPECS[name_of(changed["schedule"])]
+        spec = spec_of(name_of(changed["schedule"]))
         if changed["schedule"] != now["schedule"] and spec.interleaves:
             changed = changed | {"chunks": 2}
         elif not spec.interleaves:
@@ -159,6 +159,6 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return "data ranks that are alike get equal numbers of micro-batches"
     if pipe == 1:
         return "one stage has no schedule and no messages"
-    if SPECS[name_of(changed["schedule"])].splits and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
+    if spec_of(name_of(changed["schedule"])).splits and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
         return f"a split backward needs save={' or '.join(SPLIT_SAVES)}"
     return "not among the choices that the search was given"

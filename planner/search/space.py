@@ -11,7 +11,7 @@ import numpy as np
 from compress.policy import largest_rank, too_large
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig, OuterConfig
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import FAMILY, SPECS, ScheduleSpec, between_ends, code, name_of, names
+from paxtrain.schedule.schedules import FAMILY, ScheduleSpec, between_ends, code, name_of, names, spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost import compute, outer
 from planner.cost.candidate import NO_GROUPS, Candidate
@@ -22,7 +22,7 @@ BACKWARD = ("none", "epilogue", "all")
 _NO_RANK = 16  # a candidate's rank of messages that it does not compress; the column has 0
 CODED = 1  # rank of what another codec than low rank compresses
 # Schedules that split the backward are left out: real processes took longer with zb_h1 than predicted (docs/cost.md).
-TRIED = tuple(name for name in names() if not SPECS[name].splits)
+TRIED = names(lambda spec: not spec.splits)
 # Number of schedules between 1f1b and eager_1f1b that are tried. If there are at most ALL_BETWEEN, all are tried.
 BETWEEN, ALL_BETWEEN = 3, 5
 
@@ -291,10 +291,10 @@ def _rows(
         sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
         for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
             m = global_batch // data // micro_batch
-            if (SPECS[name].size or (pipe, chunks, m)) != (pipe, chunks, m):
+            if (spec_of(name).size or (pipe, chunks, m)) != (pipe, chunks, m):
                 continue
-            saves = [s for s in choices.saves if not SPECS[name].splits or s in SPLIT_SAVES]
-            by_speed = _uneven_data(choices, cluster, data, m, SPECS[name])
+            saves = [s for s in choices.saves if not spec_of(name).splits or s in SPLIT_SAVES]
+            by_speed = _uneven_data(choices, cluster, data, m, spec_of(name))
             for sequence in _sequence_parallel(choices, model, tensor):
                 message = _message(model, tensor, micro_batch, sequence)
                 if pipe > 1 and not takes(_activations_problem(choices, model, message)):
@@ -332,13 +332,13 @@ def _listed(values: Sequence[int]) -> str:
 def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tuple[str, int]]:
     """Yield (schedule, chunks); with one stage all schedules are the same."""
     if pipe == 1:
-        plain = [name for name in choices.schedules if not (SPECS[name].interleaves or SPECS[name].size)]
-        plain.sort(key=lambda name: SPECS[name].splits)  # a split backward cannot use all saves
+        plain = [name for name in choices.schedules if not (spec_of(name).interleaves or spec_of(name).size)]
+        plain.sort(key=lambda name: spec_of(name).splits)  # a split backward cannot use all saves
         yield from [(name, 1) for name in plain[:1]]
         return
     for name in choices.schedules:
-        size = SPECS[name].size
-        for chunks in (size[1],) if size else choices.virtual_stages if SPECS[name].interleaves else (1,):
+        size = spec_of(name).size
+        for chunks in (size[1],) if size else choices.virtual_stages if spec_of(name).interleaves else (1,):
             if pipe * chunks <= model.layers:
                 yield name, chunks
         if between_ends(0).startswith(name + FAMILY[-1]):

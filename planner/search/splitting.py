@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost.step_time import Problem
 from planner.search import layers
@@ -61,7 +61,7 @@ class Splits:
         extra = np.zeros(len(on))
         extra[0] = problem.layer[on[0]].embedding
         # The head runs m times; layers run more often in stages that compute while idle.
-        rows = c.micro_batches + (c.pipe - 1 if SPECS[c.schedule].masks(self.cluster.overlaps) else 0)
+        rows = c.micro_batches + (c.pipe - 1 if spec_of(c.schedule).masks(self.cluster.overlaps) else 0)
         extra[-1] += problem.layer[on[-1]].head * c.micro_batches / rows
         return layers.split(self.model.layers, unit, extra)
 

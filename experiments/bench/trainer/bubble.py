@@ -7,7 +7,7 @@ import jax
 
 from experiments.bench.trainer import two_processes
 from experiments.bench.trainer.steps import PipelinedStep, configuration, interleave
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import spec_of
 
 
 def bubble(repeats: int) -> None:
@@ -28,7 +28,7 @@ def bubble(repeats: int) -> None:
     slope = min((times[many] - times[few]) / (many - few) for times in measured.values())
     for schedule, times in measured.items():
         for m, value in times.items():
-            ideal = (m + (1 / 3 if SPECS[schedule].splits else 1)) / m
+            ideal = (m + (1 / 3 if spec_of(schedule).splits else 1)) / m
             print(f"  {schedule:<14}{m:>4}{value:>10.4f}{value / (m * slope):>10.3f}{ideal:>8.3f}")
 
 

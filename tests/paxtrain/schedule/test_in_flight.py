@@ -7,7 +7,7 @@ from paxtrain.config import from_dict
 from paxtrain.errors import UserError
 from paxtrain.schedule import buffers
 from paxtrain.schedule.proof import validate
-from paxtrain.schedule.schedules import SPECS, between_ends, build
+from paxtrain.schedule.schedules import between_ends, build, spec_of
 from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table, runs
 from planner.pipeline.simulator import Seconds
@@ -23,7 +23,7 @@ def test_tables_are_proved_and_repeat(stages, overlap):
             table = build(name, stages, m, 1, overlap)
             found = buffers.assign(table)
             validate(table, found)
-            spec = SPECS[name]
+            spec = spec_of(name)
             assert found.residual_depth == spec.residual_slots(0, stages, 1, m) == min(m, most)
             assert found.activation_depth <= spec.activation_slots
             assert found.gradient_depth <= spec.gradient_slots(stages, m)

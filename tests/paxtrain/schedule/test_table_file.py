@@ -12,7 +12,7 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.schedule import table_file
 from paxtrain.schedule.drawing import draw_schedule
-from paxtrain.schedule.schedules import SPECS, build
+from paxtrain.schedule.schedules import build, spec_of
 from planner.pipeline import simulator
 from planner.pipeline.rows import Table
 from planner.pipeline.simulator import Seconds
@@ -85,7 +85,7 @@ def test_it_is_simulated_and_drawn(tmp_path):
         found = [simulator.pipeline(Table(name, 4, 16), times).max() for name in (path, "1f1b")]
         assert found[0] == found[1]
     assert draw_schedule(build(path, 4, 16)).axes[0].get_title().startswith(path)
-    assert SPECS[path].in_flight(np.arange(4), 4, 1, 16).tolist() == [4, 3, 2, 1]
+    assert spec_of(path).in_flight(np.arange(4), 4, 1, 16).tolist() == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from compress.codecs.quantised import QuantisedBlocks
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import name_of
 from planner.cluster.cluster import Cluster
 from planner.cost import link_seconds
 from planner.cost.candidate import Candidate
@@ -40,8 +40,9 @@ HETERO = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"], nics=2)
 def candidate(space, i: int, counts: tuple[int, ...]) -> Candidate:
     chosen = [f.name for f in dataclasses.fields(space) if f.name not in ("slots", "together")]
     columns = {name: getattr(space, name)[i].item() for name in chosen}
-    names = {"schedule": tuple(SPECS), "save": SAVE_MODES, "backward": BACKWARD, "reduce_dtype": REDUCE_DTYPES}
-    return Candidate(**columns | {key: known[columns[key]] for key, known in names.items()}, counts=counts)
+    names = {"save": SAVE_MODES, "backward": BACKWARD, "reduce_dtype": REDUCE_DTYPES}
+    columns |= {key: known[columns[key]] for key, known in names.items()}
+    return Candidate(**columns | {"schedule": name_of(columns["schedule"])}, counts=counts)
 
 
 def some_split(rng: np.random.Generator, count: int, stages: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import pytest
 from paxtrain.config import SAVE_MODES, from_dict
 from paxtrain.config.options import CodecOptions
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import SPECS, names, parts
+from paxtrain.schedule.schedules import name_of, names, parts
 from planner.cost.coded import coded
 from planner.cost.sizes import Sizes
 from planner.search.budget import Budget
@@ -48,7 +48,7 @@ def test_all_candidates_and_no_others():
 def test_every_candidate_is_a_configuration():
     choices = Choices(schedules=names(), backward_ranks=(16, 64), sequence_parallel=(False, True))
     space = enumerate_candidates(cluster(2, 4), MODEL, 16, choices)
-    assert {parts(tuple(SPECS)[i])[0] for i in space.schedule} == set(names())
+    assert {parts(name_of(i))[0] for i in space.schedule} == set(names())
     assert set(zip(space.tensor, space.sequence_parallel)) == {(1, 0), (2, 0), (2, 1), (4, 0), (4, 1)}
     for i in np.random.default_rng(0).choice(len(space), 300, replace=False):
         row = {f.name: getattr(space, f.name)[i].item() for f in dataclasses.fields(space)}
@@ -60,8 +60,8 @@ def test_every_candidate_is_a_configuration():
                     **{name: bool(row[name]) for name in ("zero1", "sequence_parallel")},
                 },
                 "pipeline": {
-                    "schedule": parts(tuple(SPECS)[row["schedule"]])[0],
-                    "in_flight": parts(tuple(SPECS)[row["schedule"]])[1],
+                    "schedule": parts(name_of(row["schedule"]))[0],
+                    "in_flight": parts(name_of(row["schedule"]))[1],
                     "virtual_stages": row["chunks"],
                     "save": SAVE_MODES[row["save"]],
                 },
