@@ -25,25 +25,25 @@ class SubAxis:
 
     Attributes:
         axis: name of the mesh axis.
-        ranks: number of its ranks.
-        inside: ranks of a set; a divisor of `ranks`.
+        members: number of its ranks.
+        inside: ranks of a set; a divisor of `members`.
         between: whether a group has one rank of each set.
     """
 
     axis: str
-    ranks: int
+    members: int
     inside: int
     between: bool
 
     @property
     def size(self) -> int:
         """Ranks of a group."""
-        return self.ranks // self.inside if self.between else self.inside
+        return self.members // self.inside if self.between else self.inside
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each group, in the order of their places in it."""
-        sets = np.arange(self.ranks).reshape(-1, self.inside)
+        sets = np.arange(self.members).reshape(-1, self.inside)
         return tuple(map(tuple, (sets.T if self.between else sets).tolist()))
 
 
@@ -71,7 +71,7 @@ def _emulated(axis: Axis) -> bool:
 def _from_group(x: jax.Array, axis: SubAxis) -> jax.Array:
     """Return the arrays of all ranks of this rank's group, [size, *shape], on ranks that vmap emulates."""
     groups = np.array(axis.groups)
-    own = np.argwhere(groups == np.arange(axis.ranks)[:, None, None])[:, 1]  # each rank's group
+    own = np.argwhere(groups == np.arange(axis.members)[:, None, None])[:, 1]  # each rank's group
     return lax.all_gather(x, axis.axis)[jnp.asarray(groups[own])[lax.axis_index(axis.axis)]]
 
 

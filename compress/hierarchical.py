@@ -93,18 +93,18 @@ class Hierarchical(Reducer):
     def _inside(self, shard: Shard) -> SubAxis:
         """Return the ranks of this rank's group."""
         assert isinstance(shard.axis, str), "groups are of the ranks of a mesh axis"
-        return SubAxis(shard.axis, shard.ranks, self.inside, between=False)
+        return SubAxis(shard.axis, shard.members, self.inside, between=False)
 
     def between(self, shard: Shard) -> Shard:
         """Return what a rank keeps of the mean of its part over groups."""
-        groups = shard.ranks // self.inside
+        groups = shard.members // self.inside
         assert isinstance(shard.axis, str), "groups are of the ranks of a mesh axis"
-        axis = SubAxis(shard.axis, shard.ranks, self.inside, between=True) if groups > 1 else None
+        axis = SubAxis(shard.axis, shard.members, self.inside, between=True) if groups > 1 else None
         return Shard(axis, groups, shard.dim)
 
     def _place(self, shape: tuple[int, ...], shard: Shard) -> int:
         """Return the dim along which an array is cut into the parts of a group's ranks; -1 if none can be cut."""
-        if shard.ranks % self.inside:
+        if shard.members % self.inside:
             return -1
         if shard.dim >= 0:
             return shard.dim
@@ -123,14 +123,14 @@ class Hierarchical(Reducer):
         """
         place, part = self._place(x.shape, shard), self.part(x.shape, shard)
         assert part is not None
-        blocks = shard.ranks // self.inside if shard.dim >= 0 else 1
+        blocks = shard.members // self.inside if shard.dim >= 0 else 1
         cut = x.reshape(*x.shape[:place], blocks, self.inside, -1, *x.shape[place + 1 :])
         return jnp.moveaxis(cut, place + 1, 0).reshape(self.inside, *part)
 
     def _whole(self, part: jax.Array, shape: tuple[int, ...], shard: Shard) -> jax.Array:
         """Return an array of a shape that has this rank's part in its place, and zeros elsewhere."""
         place = self._place(shape, shard)
-        blocks = shard.ranks // self.inside if shard.dim >= 0 else 1
+        blocks = shard.members // self.inside if shard.dim >= 0 else 1
         cut = part.reshape(*part.shape[:place], blocks, 1, -1, *part.shape[place + 1 :])
         own = jnp.arange(self.inside).reshape(-1, *[1] * (part.ndim - place)) == axis_index(self._inside(shard))
         return jnp.where(own, cut, 0).reshape(shape)
@@ -241,7 +241,7 @@ class Hierarchical(Reducer):
         def reduced(x: jax.Array) -> list[jax.Array]:
             return mean(self, [self.init(shape, other)], [x], [other])[0]
 
-        ranks = jax.ShapeDtypeStruct((shard.ranks, *shape), jnp.float32)
+        ranks = jax.ShapeDtypeStruct((shard.members, *shape), jnp.float32)
         try:
             jax.eval_shape(jax.vmap(reduced, axis_name=other.axis), ranks)
         except Exception as error:  # the reducer may be a user's

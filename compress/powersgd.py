@@ -260,7 +260,7 @@ class PowerSGD(Reducer):
         for p, w, shape, shard in zip(arrived.p, arrived.w, kept.shapes, shards, strict=True):
             rows = shape
             if shard.dim == 0:
-                p, rows = own_part(p, shard.axis, 0), (shape[0] // shard.ranks, *shape[1:])
+                p, rows = own_part(p, shard.axis, 0), (shape[0] // shard.members, *shape[1:])
             product = kernels.decode(p, w, jnp.float32, implementation=self.implementation).reshape(rows)
             means.append(product if shard.dim <= 0 else own_part(product, shard.axis, shard.dim))
         return means
@@ -277,7 +277,7 @@ class PowerSGD(Reducer):
 
     def traffic(self, shape: tuple[int, ...], shard: Shard) -> tuple[tuple[str, float], ...]:
         """Return both all-reduces, one of each factor."""
-        ring = 2 * (shard.ranks - 1) / shard.ranks
+        ring = 2 * (shard.members - 1) / shard.members
         return tuple(("all-reduce", ring * self.rank * side * 4) for side in _matrix(shape))
 
     def passes(self) -> Passes:

@@ -21,12 +21,12 @@ class Shard(NamedTuple):
     Attributes:
         axis: name of the data axis; None if there is one data rank. Between groups of data ranks (`Hierarchical`) it is
             a `collectives.SubAxis`, which the functions of compress.collectives take in place of a name.
-        ranks: number D of ranks of the axis.
+        members: number D of ranks of the axis.
         dim: dim along which each rank keeps its part of the mean; -1: each rank keeps all of it.
     """
 
     axis: Axis | None
-    ranks: int
+    members: int
     dim: int
 
 
@@ -263,7 +263,7 @@ def gather_wires(codec: Codec, wires: list[Wire], arrays: Sequence[Like], shards
     assert axis is not None
     for wire, x, shard in zip(_together(lambda rows: all_gather(rows, axis), own), arrays, shards, strict=True):
         parts = jax.vmap(lambda one, x=x: codec.decode(one, x))(wire)
-        shape = tuple(n * (shard.ranks if d == shard.dim else 1) for d, n in enumerate(x.shape))
+        shape = tuple(n * (shard.members if d == shard.dim else 1) for d, n in enumerate(x.shape))
         found.append(_whole(parts, shape, shard))
     return found
 
@@ -310,19 +310,19 @@ class Cut(NamedTuple):
 
 def _place(shape: tuple[int, ...], shard: Shard) -> int:
     """Return the dim along which an array is cut into parts, -1 if none can be cut; see `Reducer.init`."""
-    return shard.dim if shard.dim >= 0 else next((d for d, n in enumerate(shape) if n and n % shard.ranks == 0), -1)
+    return shard.dim if shard.dim >= 0 else next((d for d, n in enumerate(shape) if n and n % shard.members == 0), -1)
 
 
 def _part(shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
     """Return the shape of a part; see `Reducer.init`."""
     place = _place(shape, shard)
-    return tuple(n // shard.ranks if d == place else n for d, n in enumerate(shape))
+    return tuple(n // shard.members if d == place else n for d, n in enumerate(shape))
 
 
 def _parts(x: jax.Array, shard: Shard) -> jax.Array:
     """Return an array as one part for each rank, [D, *part]."""
     place = _place(x.shape, shard)
-    return jnp.moveaxis(x.reshape(*x.shape[:place], shard.ranks, -1, *x.shape[place + 1 :]), place, 0)
+    return jnp.moveaxis(x.reshape(*x.shape[:place], shard.members, -1, *x.shape[place + 1 :]), place, 0)
 
 
 def _whole(parts: jax.Array, shape: tuple[int, ...], shard: Shard) -> jax.Array:
@@ -370,7 +370,7 @@ class Scattered(Reducer):
     def init(self, shape: tuple[int, ...], shard: Shard) -> ScatteredState:
         """Return the states of all parts; see `Reducer.init`."""
         one = self.codec.init(_part(shape, shard), jnp.float32)
-        sent = jax.tree.map(lambda x: jnp.broadcast_to(x, (shard.ranks, *jnp.shape(x))), one)
+        sent = jax.tree.map(lambda x: jnp.broadcast_to(x, (shard.members, *jnp.shape(x))), one)
         return ScatteredState(sent, () if shard.dim >= 0 else one)
 
     def takes(self, shape: tuple[int, ...], shard: Shard, min_ratio: float) -> bool:
@@ -439,16 +439,16 @@ class Scattered(Reducer):
     def residual(self, state: ScatteredState, like: Like, shard: Shard) -> jax.Array:
         """Return what this rank has left out of its gradient, and of its part of the mean; see `Reducer.residual`."""
         part = jax.ShapeDtypeStruct(_part(like.shape, shard), jnp.float32)
-        parts = jax.vmap(lambda one: self.codec.residual(one, part), axis_size=shard.ranks)(state.sent)
+        parts = jax.vmap(lambda one: self.codec.residual(one, part), axis_size=shard.members)(state.sent)
         if shard.dim < 0:
             own = axis_index(shard.axis) if shard.axis else 0
             # In the mean over ranks it must count once.
-            parts = parts.at[own].add(shard.ranks * self.codec.residual(state.owned, part))
+            parts = parts.at[own].add(shard.members * self.codec.residual(state.owned, part))
         return _whole(parts, like.shape, shard)
 
     def traffic(self, shape: tuple[int, ...], shard: Shard) -> tuple[tuple[str, float], ...]:
         """Return the bytes of the parts for the other ranks, and of the part that goes to all of them."""
-        sent = (shard.ranks - 1) * self.codec.wire_bytes(_part(shape, shard), jnp.float32)
+        sent = (shard.members - 1) * self.codec.wire_bytes(_part(shape, shard), jnp.float32)
         return (("all-to-all", sent),) if shard.dim >= 0 else (("all-to-all", sent), ("all-gather", sent))
 
     def passes(self) -> Passes:

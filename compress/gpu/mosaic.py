@@ -1,7 +1,8 @@
 """The passes of kernels.py as kernels for Pallas's Mosaic GPU backend: bfloat16 matrices and factors.
 
-The two kernels are those of triton.py, written for the matrix units of Hopper (wgmma.py) and of Blackwell (tcgen05.py).
-Tiles come by TMA, some at a time, and a program goes over them. Long sums are split among programs as there.
+The two kernels are those of triton.py, written for the matrix units of Hopper (mosaic_wgmma.py) and of
+Blackwell (mosaic_tcgen05.py). Tiles come by TMA, some at a time, and a program goes over them. Long sums are split
+among programs as there.
 
 They need jax 0.11.2, and whole tiles, as `fits` tells; kernels.py gives other matrices to triton.py. The caller of a
 kernel may run it in Pallas's interpreter, by `mg.force_gpu_interpret_mode`.
@@ -18,11 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mg
 from jax.typing import DTypeLike
 
-from compress.gpu import tcgen05, wgmma
+from compress.gpu import mosaic_tcgen05, mosaic_wgmma
 from compress.gpu.tiles import Index, Ref, Result, RowRefs, matrices, most_parts, split
 from compress.gpu.tma import TILE, Units
 
-UNITS = {"wgmma": wgmma.UNITS, "tcgen05": tcgen05.UNITS}
+UNITS = {"wgmma": mosaic_wgmma.UNITS, "tcgen05": mosaic_tcgen05.UNITS}
 AVAILABLE = jax.__version_info__ >= (0, 11, 2)  # earlier versions do not let a kernel update its operands
 
 

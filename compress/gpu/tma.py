@@ -44,16 +44,16 @@ def order(columns: int) -> tuple[mg.TilingTransform, mg.SwizzleTransform]:
     return mg.TilingTransform((8, swizzle // 2)), mg.SwizzleTransform(swizzle)
 
 
-def block(shape: tuple[int, int], place: Callable[..., tuple], like: int | None = None, held: int = 0) -> mg.BlockSpec:
+def block(shape: tuple[int, int], index: Callable[..., tuple], like: int | None = None, held: int = 0) -> mg.BlockSpec:
     """Return a tile in shared memory, in the order that matrix units read.
 
     Args:
         shape: rows and columns of the tile.
-        place: function from the step to the tile's index.
+        index: function from the step to the tile's index.
         like: columns of a narrower matrix whose order the tile must have.
         held: number of steps for which the tile is still needed behind its own.
     """
-    return mg.BlockSpec(shape, place, transforms=order(min(shape[1], like or shape[1])), delay_release=held)
+    return mg.BlockSpec(shape, index, transforms=order(min(shape[1], like or shape[1])), delay_release=held)
 
 
 def stream(

@@ -212,9 +212,9 @@ class OverDataConfig(RankedConfig):
         for name in SECONDS:
             numbers(f"{at}.{name}", getattr(self, name), float)
 
-    def over(self, ranks: int) -> str:
+    def over(self, members: int) -> str:
         """Return what `chosen` says, on a number of data ranks: "none" if they are all in one group."""
-        return "none" if 1 < ranks == self.inside else self.chosen
+        return "none" if 1 < members == self.inside else self.chosen
 
     @property
     def seconds(self) -> tuple[tuple[float, ...], ...]:
@@ -285,9 +285,10 @@ class CompressConfig:
             column), or "auto": the compute dtype.
         form: method of the factors: "solve" (normal equations, no orthogonalisation) or "qr" (to check it).
         min_ratio: smallest ratio of a matrix's bytes to its factors' bytes; other matrices stay dense.
-        implementation: implementation of the passes over whole matrices: "xla", "triton" or "mosaic" (Pallas kernels),
-            or "auto": triton on H100 and H200 GPUs for ranks up to 128 and on A100 GPUs for ranks up to 64, and mosaic
-            on B200 GPUs (triton with a jax before 0.11.2).
+        implementation: implementation of the passes over whole matrices: "xla", "triton" or "mosaic" (Pallas kernels;
+            mosaic is "wgmma" on H100 and H200 GPUs and "tcgen05" on B200 GPUs), or "auto": triton on H100 and H200
+            GPUs for ranks up to 128 and on A100 GPUs for ranks up to 64, and mosaic on B200 GPUs (triton with a jax
+            before 0.11.2).
     """
 
     backward: BackwardConfig = BackwardConfig()

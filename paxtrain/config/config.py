@@ -66,7 +66,7 @@ class Config:
             f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
             f"mesh.tensor={mesh.tensor}; model.sequence={lengths} would fit",
         )
-        self.batch.of_ranks(mesh.data)
+        self.batch.rank_micro_batches(mesh.data)
         require(
             self.pipeline.idle != "compute" or not self.uneven,
             f"pipeline.idle=compute needs data ranks that all run the same rows, but batch.data_micro_batches="
@@ -220,7 +220,7 @@ class Config:
     @property
     def rank_micro_batches(self) -> tuple[int, ...]:
         """Return the micro-batches of each data rank in a step."""
-        return self.batch.of_ranks(self.mesh.data)
+        return self.batch.rank_micro_batches(self.mesh.data)
 
     @property
     def uneven(self) -> bool:

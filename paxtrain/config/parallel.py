@@ -226,7 +226,7 @@ class BatchConfig:
         bounded("batch", self, global_batch=MOST_SEQUENCES, micro_batch=2**16)
         counts("batch.data_micro_batches", self.data_micro_batches)
 
-    def of_ranks(self, data: int) -> tuple[int, ...]:
+    def rank_micro_batches(self, data: int) -> tuple[int, ...]:
         """Return the micro-batches of each data rank in a step.
 
         Args:
@@ -265,5 +265,5 @@ class BatchConfig:
         return found
 
     def micro_batches(self, data: int) -> int:
-        """Return the micro-batches per step of the data rank that has most; see `of_ranks`."""
-        return max(self.of_ranks(data))
+        """Return the micro-batches per step of the data rank that has most; see `rank_micro_batches`."""
+        return max(self.rank_micro_batches(data))

@@ -89,7 +89,7 @@ class GroupExchange:
         return {path: (layers, *shape[1:]) if path[0] == LAYERS else shape for path, shape in part.items()}
 
     @functools.cached_property
-    def places(self) -> tuple[tuple[FragmentSlot, ...], ...]:
+    def kernels(self) -> tuple[tuple[FragmentSlot, ...], ...]:
         """The kernels of each fragment that go through the reducer."""
         return tuple(tuple(self._coded(fragment)) for fragment in range(self.fragments.count))
 
@@ -111,7 +111,7 @@ class GroupExchange:
             return
         kernels = [shape[1:] for path, shape in self.shapes.items() if path[-1] == "kernel"]
         require_parts(self.reducer, [(shape, self.shard) for shape in kernels])
-        if not any(self.places):
+        if not any(self.kernels):
             raise UserError(
                 f"compress.outer.codec={c.outer.codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
                 f"(compress.min_ratio) in {self.groups} equal parts; choose other options or a smaller min_ratio"
@@ -121,7 +121,7 @@ class GroupExchange:
         """Return the reducer's first states of a device; () without a reducer."""
         if self.reducer is None:
             return ()
-        paths = [path for places in self.places for path, _ in places]
+        paths = [path for kernels in self.kernels for path, _ in kernels]
         return stored([self.reducer.init(self.shapes[path][1:], self.shard) for path in paths])
 
     def weights(self, fragment: int) -> int:
@@ -138,7 +138,7 @@ class GroupExchange:
         Args:
             fragment: number of the fragment that is exchanged.
         """
-        coded = [self.shapes[path][1:] for path, _ in self.places[fragment]]
+        coded = [self.shapes[path][1:] for path, _ in self.kernels[fragment]]
         dense = self.weights(fragment) - sum(map(math.prod, coded))
         through = sum(self.reducer.wire_bytes(shape, self.shard) for shape in coded) if self.reducer else 0.0
         return 2 * (self.groups - 1) / self.groups * _FLOAT32 * dense + through
@@ -156,9 +156,9 @@ class GroupExchange:
         difference = jax.tree.map(jnp.subtract, shared, own)
         leaves, structure = jax.tree_util.tree_flatten_with_path(difference)
         arrays = {names(path): x for path, x in leaves}
-        if self.places[fragment]:
+        if self.kernels[fragment]:
             state = self._through_reducer(arrays, state, fragment)
-        coded = dict.fromkeys(path for path, _ in self.places[fragment])
+        coded = dict.fromkeys(path for path, _ in self.kernels[fragment])
         dense = [path for path in arrays if path not in coded]
         for path, x in zip(dense, self._dense([arrays[path] for path in dense]), strict=True):
             arrays[path] = x
@@ -186,15 +186,15 @@ class GroupExchange:
             fragment: number of the fragment.
         """
         assert self.reducer is not None
-        reducer, places = self.reducer, self.places[fragment]
-        first, before = self.shapes[places[0][0]], sum(map(len, self.places[:fragment]))
+        reducer, kernels = self.reducer, self.kernels[fragment]
+        first, before = self.shapes[kernels[0][0]], sum(map(len, self.kernels[:fragment]))
         structure = jax.tree.structure(jax.eval_shape(lambda: reducer.init(first[1:], self.shard)))
-        states = each_state(state, structure, sum(map(len, self.places)))
-        here = slice(before, before + len(places))
-        some = [arrays[path][place] for path, place in places]
+        states = each_state(state, structure, sum(map(len, self.kernels)))
+        here = slice(before, before + len(kernels))
+        some = [arrays[path][place] for path, place in kernels]
         means, states[here], _ = mean(reducer, states[here], some, [self.shard] * len(some))
         by_path: dict[ParamPath, list[jax.Array]] = {}
-        for (path, _), x in zip(places, means, strict=True):
+        for (path, _), x in zip(kernels, means, strict=True):
             by_path.setdefault(path, []).append(x)
         arrays |= {path: jnp.stack(rows) for path, rows in by_path.items()}
         return stored(states)

@@ -113,17 +113,17 @@ class TableCodec:
     def part(self) -> jax.ShapeDtypeStruct:
         """Shape of what the stages exchange."""
         shard = self.shard
-        shape = tuple(n // (shard.ranks if d == shard.dim else 1) for d, n in enumerate(self.shape))
+        shape = tuple(n // (shard.members if d == shard.dim else 1) for d, n in enumerate(self.shape))
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     @property
     def _gathers(self) -> bool:
         """Return whether a tied table's parts are gathered in the end; `Scattered` gathers those of others."""
-        return self._tied and self.shard.ranks > 1 and self.layout.data_dims()["embedding"]["token"] < 0
+        return self._tied and self.shard.members > 1 and self.layout.data_dims()["embedding"]["token"] < 0
 
     def init(self) -> TableState:
         """Return the first state of a device; all have the same."""
-        over = self.arrays if self.shard.ranks > 1 else {}
+        over = self.arrays if self.shard.members > 1 else {}
         reduced = {name: Scattered(self.codec).init(*array) for name, array in over.items()}
         part = self.codec.init(self.part.shape, self.part.dtype)
         return TableState(reduced, part if self._swaps else (), part if self._gathers else ())
@@ -140,7 +140,7 @@ class TableCodec:
         """
         names, own = list(self.arrays), {name: grads[name] for name in self.arrays}
         reducer, shards = Scattered(self.codec), [shard for _, shard in self.arrays.values()]
-        if self.shard.ranks == 1:
+        if self.shard.members == 1:
             return own, state
 
         def run(part: tuple[Params, TableState]) -> tuple[Params, TableState]:
@@ -203,11 +203,11 @@ class TableCodec:
     def traffic(self) -> tuple[tuple[str, float], ...]:
         """Return the collectives of a device of the first or the last stage, and the bytes that it sends in each."""
         found: list[tuple[str, float]] = []
-        if self.shard.ranks > 1:
+        if self.shard.members > 1:
             for array in self.arrays.values():
                 found += Scattered(self.codec).traffic(*array)
         one = self.codec.wire_bytes(self.part.shape, self.part.dtype)
-        found += [("permute", one)] * self._swaps + [("all-gather", (self.shard.ranks - 1) * one)] * self._gathers
+        found += [("permute", one)] * self._swaps + [("all-gather", (self.shard.members - 1) * one)] * self._gathers
         return tuple(found)
 
     def problem(self, min_ratio: float) -> str:
@@ -222,7 +222,7 @@ class TableCodec:
         if reducer.takes(self.shape, self.shard, min_ratio):
             return ""
         codec = self.layout.config.compress.embedding.codec
-        parts = f" in {self.shard.ranks} equal parts" if self.shard.ranks > 1 else ""
+        parts = f" in {self.shard.members} equal parts" if self.shard.members > 1 else ""
         return (
             f"compress.embedding.codec={codec} does not make the table of {' x '.join(map(str, self.shape[-2:]))} on a "
             f"device {min_ratio:g} times smaller (compress.min_ratio){parts}; choose other options, or leave it out"
@@ -230,8 +230,8 @@ class TableCodec:
 
     def describe(self) -> str:
         """Return what the codec does to the gradients, for tables."""
-        where = ["over data"] * (self.shard.ranks > 1) + ["between the first and the last stage"] * self._swaps
+        where = ["over data"] * (self.shard.members > 1) + ["between the first and the last stage"] * self._swaps
         sent = tables.size(sum(size for _, size in self.traffic()), "B")
-        left = self.shard.ranks > 1 and self.layout.shapes["embedding"].keys() - self.arrays.keys()
+        left = self.shard.members > 1 and self.layout.shapes["embedding"].keys() - self.arrays.keys()
         dense = "; positions as they are" if left else ""
         return f"{codec_name(self.codec)} {' and '.join(where)}; a device of these stages sends {sent}{dense}"

@@ -14,7 +14,7 @@ from jax import lax
 
 from compress.codec import State, Tree
 from paxtrain.model.transformer import Params
-from paxtrain.pipeline.program import Close, Layers, LayerStep, Place, Weights, layers_of
+from paxtrain.pipeline.program import Close, LayerPlace, Layers, LayerStep, Weights, layers_of
 from paxtrain.pipeline.rings import read, write_front
 from paxtrain.pipeline.stage import Stage
 
@@ -61,7 +61,7 @@ def close_layers(
     totals, states, numbers = list(totals), list(close.states), range(len(totals))
     before: Params | tuple[()] = ()  # the gradients reduced last
 
-    def both(place: Place, weights: Params, carry: tuple, total: Params) -> tuple[tuple, Params]:
+    def both(place: LayerPlace, weights: Params, carry: tuple, total: Params) -> tuple[tuple, Params]:
         x, before = carry
         x, total = step(place, weights, x, total)
         slot = stage.slot(chunk, place.segment, place.layer)

@@ -98,7 +98,7 @@ class Program:
         )
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """The place of a layer in its chunk, while its segment runs.
 
     Attributes:
@@ -123,7 +123,7 @@ class Place(NamedTuple):
 
 
 # A step of one layer: (place, weights, x, part) -> (x, part).
-LayerStep = Callable[[Place, Params, Tree, Tree], tuple[Tree, Tree]]
+LayerStep = Callable[[LayerPlace, Params, Tree, Tree], tuple[Tree, Tree]]
 
 
 class Close(NamedTuple):

@@ -9,7 +9,7 @@ from jax import lax
 from compress.codec import State, Tree
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Dropout, Params
-from paxtrain.pipeline.program import Close, Layers, LayerStep, Place, Program, Weights, layers_of
+from paxtrain.pipeline.program import Close, LayerPlace, Layers, LayerStep, Program, Weights, layers_of
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
 from paxtrain.pipeline.rings import RingIndex, add, add_some, always, only_if, read, write, write_some
 from paxtrain.pipeline.split_backward import SplitBackward
@@ -165,7 +165,7 @@ class Stage:
         """
         return chunk * max(self.program.counts) + self.program.segments[number].start + layer
 
-    def at(self, chunk: int, number: int, layer: int | jax.Array) -> tuple[Place, Params]:
+    def at(self, chunk: int, number: int, layer: int | jax.Array) -> tuple[LayerPlace, Params]:
         """Return the place and the weights of a layer of a scanned segment.
 
         Args:
@@ -175,7 +175,7 @@ class Stage:
         """
         weights = jax.tree.map(lambda w: w[layer], self.weights.chunks[chunk][number])
         own = self._layer_of[chunk, self.program.segments[number].start + layer]
-        return Place(own, number, layer, (layer,)), weights
+        return LayerPlace(own, number, layer, (layer,)), weights
 
     def run_segment(
         self, chunk: int, number: int, x: Tree, part: Tree, step: LayerStep, backward: bool
@@ -199,7 +199,7 @@ class Stage:
         def unrolled(carry: tuple) -> tuple:
             x, own, each = carry[0], list(carry[1]), layers_of(weights)
             for i in range(segment.count)[:: -1 if backward else 1]:
-                x, own[i] = step(Place(layers[i], number, i, ()), each[i], x, own[i])
+                x, own[i] = step(LayerPlace(layers[i], number, i, ()), each[i], x, own[i])
             return x, own
 
         if segment.scan:
@@ -211,7 +211,7 @@ class Stage:
     ) -> tuple[jax.Array, list[Residuals]]:
         rest = self._dropout(mb), self._documents(mb)
 
-        def step(place: Place, weights: Params, x: jax.Array, part: list) -> tuple[jax.Array, list]:
+        def step(place: LayerPlace, weights: Params, x: jax.Array, part: list) -> tuple[jax.Array, list]:
             y, kept = self._vjp.forward(weights, x, place.number, *rest)
             return y, write_some(part, (*slot, *place.at), dict(enumerate(kept)))
 
@@ -304,7 +304,7 @@ class Stage:
         else:
             again = residuals
 
-        def step(place: Place, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
+        def step(place: LayerPlace, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
             kept = read(place.of(again), (*slot, *place.at))
             # A ring for the backward in two parts has places for more, behind those of F.
             added, g = self._adding(weights, kept[: len(self._vjp.kept)], g, read(total, place.at))
@@ -333,7 +333,7 @@ class Stage:
         split = self._split
         assert split
 
-        def step(place: Place, weights: Params, g: jax.Array, part: tuple) -> tuple[jax.Array, tuple]:
+        def step(place: LayerPlace, weights: Params, g: jax.Array, part: tuple) -> tuple[jax.Array, tuple]:
             (ring, total), at = part, (*slot, *place.at)
             g, early, left = split.input_gradient(weights, read(ring, at), g)
             return g, (write_some(ring, at, left), add_some(total, place.at, early))
@@ -360,7 +360,7 @@ class Stage:
         split = self._split
         assert split
 
-        def step(place: Place, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
+        def step(place: LayerPlace, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
             leaves = read(place.of(residuals), (*slot, *place.at))
             late = jax.tree.leaves(total)
             totals = {n: read(late[n], place.at) for n in split.late}

@@ -83,7 +83,7 @@ DEFAULT_AXES = ("between", "data")  # a third one takes half as long again
 RATES = (1, 10, 100)  # of links, Gbit/s
 STEPS, SEEDS = 50, 3
 _DEVICE = "H100"  # whose memory codecs read and write in the modelled time
-_EQUAL, _APART = 0.02, 0.02  # share within which places are equal; how far apart they stand, as a share of the width
+_EQUAL, _APART = 0.02, 0.02  # share within which amounts are equal; how far apart they stand, as a share of the width
 _LINE, _POINT, _INK = "#d9822b", "#2f6f9f", "#22272e"
 # Sides of a point for its label, the far ones with a line to it.
 _SIDES: tuple[Side, ...] = tuple(
@@ -228,14 +228,14 @@ def table(some: list[CodecLoss]) -> list[list[str]]:
     return cells
 
 
-def best(places: Sequence[float], losses: Sequence[float]) -> list[int]:
-    """Return the points that no other beats: none is both as far left and as low, in the order of their places.
+def best(amounts: Sequence[float], losses: Sequence[float]) -> list[int]:
+    """Return the points that no other beats: none is both as far left and as low, in the order of their amounts.
 
     Args:
-        places: bytes or times.
+        amounts: bytes or times.
         losses: losses, of the same points.
     """
-    order = sorted(range(len(places)), key=lambda i: (places[i], losses[i]))
+    order = sorted(range(len(amounts)), key=lambda i: (amounts[i], losses[i]))
     found: list[int] = []
     for i in order:
         if not found or losses[i] < losses[found[-1]]:
@@ -260,26 +260,26 @@ def sentences(some: list[CodecLoss]) -> list[str]:
     return found
 
 
-def _panel(axes: Axes, some: list[CodecLoss], places: Sequence[float], dense: float, title: str) -> None:
+def _panel(axes: Axes, some: list[CodecLoss], amounts: Sequence[float], dense: float, title: str) -> None:
     """Draw the codecs of one axis of the mesh against their bytes or times.
 
     Args:
         axes: axes of the figure.
         some: the codecs.
-        places: bytes or time of each.
+        amounts: bytes or time of each.
         dense: bytes or time of dense training.
-        title: title, with the unit of the places.
+        title: title, with the unit of the amounts.
     """
     plots.style(axes)
     axes.axhspan(-1, 1, color="#e9f2ea", zorder=0)
     axes.axhline(0, color=_INK, linewidth=0.9)
     axes.plot(dense, 0, color=_INK, marker="D", linestyle="none")
-    shown = _apart(places)
+    shown = _apart(amounts)
     for row, x in zip(some, shown, strict=True):
         spread = [[row.mean - min(row.losses)], [max(row.losses) - row.mean]]
         axes.errorbar(x, row.mean, spread, color=_POINT, marker="o", markersize=5, capsize=3, elinewidth=1)
     means = [row.mean for row in some]
-    line = best([*places, dense], [*means, 0.0])
+    line = best([*amounts, dense], [*means, 0.0])
     axes.plot(*zip(*(((*shown, dense)[i], (*means, 0.0)[i]) for i in line)), color=_LINE, linewidth=1.2, zorder=1)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=1.0)
@@ -289,16 +289,16 @@ def _panel(axes: Axes, some: list[CodecLoss], places: Sequence[float], dense: fl
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.minorticks_off()
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlim(min(places) / 1.6, dense * 1.6)
+    axes.set_xlim(min(amounts) / 1.6, dense * 1.6)
     axes.set_title(title, fontsize=10, loc="left")
 
 
-def _apart(places: Sequence[float]) -> list[float]:
-    """Return the places with those that are nearly equal side by side, so that bars of their points can be told."""
+def _apart(amounts: Sequence[float]) -> list[float]:
+    """Return the amounts with those that are nearly equal side by side, so that bars of their points can be told."""
     found: list[float] = []
-    apart = (max(places) / min(places)) ** _APART
-    for n, x in enumerate(places):
-        equal = [m for m, other in enumerate(places) if abs(other / x - 1) < _EQUAL]
+    apart = (max(amounts) / min(amounts)) ** _APART
+    for n, x in enumerate(amounts):
+        equal = [m for m, other in enumerate(amounts) if abs(other / x - 1) < _EQUAL]
         found.append(x * apart ** (equal.index(n) - (len(equal) - 1) / 2))
     return found
 
@@ -318,13 +318,13 @@ def _draw(axis: str, some: list[CodecLoss], out: pathlib.Path) -> str:
         title = f"at {rate} Gbit/s: modelled ms for what is 1 GB without a codec"
         panels.append((title, [1e3 * row.seconds(rate) for row in some], 1e3 * dense.seconds(rate)))
     grid = list(figure.subplots(2, 2, sharey=True).flat)
-    for axes, (title, places, end) in zip(grid, panels, strict=True):
-        _panel(axes, some, places, end, title)
+    for axes, (title, amounts, end) in zip(grid, panels, strict=True):
+        _panel(axes, some, amounts, end, title)
     figure.suptitle(AXES[axis].words.capitalize(), fontsize=12, x=0.01, ha="left")
     figure.supylabel("validation loss against dense: mean, lowest and highest of the seeds", fontsize=10)
     figure.draw_without_rendering()
-    for axes, (_, places, end) in zip(grid, panels, strict=True):
-        shown = _apart(places)
+    for axes, (_, amounts, end) in zip(grid, panels, strict=True):
+        shown = _apart(amounts)
         points = [*zip(shown, (row.mean for row in some), strict=True), (end, 0.0)]
         taken = around(axes, axes.transData.transform(points), 5)
         zero = axes.transData.transform((1, 0))[1]

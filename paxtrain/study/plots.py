@@ -86,16 +86,16 @@ def _points(runs: ResultsByName) -> dict[str, tuple[float, float]]:
     return {name: (group[0].total_bytes / 1e6, float(np.mean(differences(runs, name)))) for name, group in runs.items()}
 
 
-def around(axes: Axes, places: np.ndarray, width: float) -> list[Bbox]:
+def around(axes: Axes, points: np.ndarray, width: float) -> list[Bbox]:
     """Return boxes around places, for `put_labels`.
 
     Args:
         axes: axes of the figure.
-        places: places [n, 2] in pixels, as `axes.transData` gives them.
+        points: places [n, 2] in pixels, as `axes.transData` gives them.
         width: half of a box's width and height, in points.
     """
     half = width / 72 * cast(Figure, axes.figure).dpi
-    return [Bbox([xy - half, xy + half]) for xy in places]
+    return [Bbox([xy - half, xy + half]) for xy in points]
 
 
 def put_labels(axes: Axes, labels: Sequence[Label], taken: list[Bbox]) -> None:

@@ -22,7 +22,8 @@ class Candidate:
         pipe: size of the pipe axis.
         tensor: size of the tensor axis.
         micro_batch: sequences of a micro-batch.
-        micro_batches: micro-batches per step of the data rank that has most; all have as many unless there are `ranks`.
+        micro_batches: micro-batches per step of the data rank that has most; all have as many unless there are
+            `data_micro_batches`.
         schedule: PipelineConfig.schedule.
         counts: layers of each virtual stage.
         chunks: PipelineConfig.virtual_stages.
@@ -39,7 +40,7 @@ class Candidate:
         coded: codecs other than low rank; with one, the rank of its place only says whether it compresses. What
             activations between stages go through is here, too.
         uneven_data: the search gives faster data ranks more micro-batches.
-        ranks: micro-batches of each data rank, if they differ; otherwise ().
+        data_micro_batches: micro-batches of each data rank, if they differ; otherwise ().
         outer: groups of data ranks that train apart.
         outer_ratio: factor by which a matrix must shrink to be compressed between groups.
     """
@@ -64,7 +65,7 @@ class Candidate:
     reduce_dtype: str = "float32"
     coded: Coded = LOW_RANK
     uneven_data: bool = False
-    ranks: tuple[int, ...] = ()
+    data_micro_batches: tuple[int, ...] = ()
     outer: OuterConfig = NO_GROUPS
     outer_ratio: float = 2.0
 
@@ -82,12 +83,13 @@ class Candidate:
         """Return the fields as JSON values; those of groups, and scan_layers, only if they are not the default."""
         unused: tuple[str, ...] = () if self.outer.every else ("outer", "outer_ratio")
         unused += ("scan_layers",) if self.scan_layers == "auto" else ()
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
+        keys = {"data_micro_batches": "ranks"}  # the key that plan.json has for them
+        return {keys.get(name, name): value for name, value in dataclasses.asdict(self).items() if name not in unused}
 
     @functools.cached_property
-    def of_ranks(self) -> tuple[int, ...]:
+    def rank_micro_batches(self) -> tuple[int, ...]:
         """Micro-batches of each data rank."""
-        return self.ranks or (self.micro_batches,) * self.data
+        return self.data_micro_batches or (self.micro_batches,) * self.data
 
     @property
     def groups(self) -> int:

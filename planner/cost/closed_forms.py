@@ -14,15 +14,15 @@ import numpy as np
 Array = np.ndarray
 
 
-def ring(size: Array | float, ranks: Array | int, bandwidth: Array | float) -> Array:
+def ring(size: Array | float, members: Array | int, bandwidth: Array | float) -> Array:
     """Return the seconds of an all-reduce over a ring: 2(k-1)/k times the bytes over the bandwidth.
 
     Args:
         size: bytes.
-        ranks: k.
+        members: k.
         bandwidth: bytes/s of the slowest link.
     """
-    return 2 * (ranks - 1) / np.maximum(ranks, 1) * size / bandwidth
+    return 2 * (members - 1) / np.maximum(members, 1) * size / bandwidth
 
 
 def pipette(

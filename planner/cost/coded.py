@@ -104,47 +104,47 @@ class Coded:
         return encode, decode, launches
 
     @overload
-    def grouped(self, ranks: int) -> int: ...
+    def grouped(self, members: int) -> int: ...
 
     @overload
-    def grouped(self, ranks: np.ndarray) -> np.ndarray: ...
+    def grouped(self, members: np.ndarray) -> np.ndarray: ...
 
-    def grouped(self, ranks: int | np.ndarray) -> int | np.ndarray:
+    def grouped(self, members: int | np.ndarray) -> int | np.ndarray:
         """Return how many data ranks sum gradients as they are: those of a group, or 1 unless there are equal groups.
 
         Args:
-            ranks: number of data ranks, or an array of such numbers.
+            members: number of data ranks, or an array of such numbers.
         """
-        fits = (ranks % self.inside == 0) & (ranks > self.inside)
-        return np.where(fits, self.inside, 1) if isinstance(ranks, np.ndarray) else self.inside if fits else 1
+        fits = (members % self.inside == 0) & (members > self.inside)
+        return np.where(fits, self.inside, 1) if isinstance(members, np.ndarray) else self.inside if fits else 1
 
-    def part(self, shape: tuple[Numbers, Numbers], ranks: int | np.ndarray, zero1: ArrayLike) -> tuple[Any, Any]:
+    def part(self, shape: tuple[Numbers, Numbers], members: int | np.ndarray, zero1: ArrayLike) -> tuple[Any, Any]:
         """Return the part of a matrix that a rank compresses: all of it, or in groups of data ranks a share.
 
         Args:
             shape: rows and columns of the matrix on one device, numbers or arrays.
-            ranks: number of data ranks, likewise.
+            members: number of data ranks, likewise.
             zero1: whether a rank keeps a part of the mean only, likewise.
         """
-        (n, k), inside = shape, self.grouped(ranks)
+        (n, k), inside = shape, self.grouped(members)
         if self.inside == 1:
             return shape
-        parts = np.where(zero1, ranks, inside)  # ZeRO-1 splits the dim that its shards have
+        parts = np.where(zero1, members, inside)  # ZeRO-1 splits the dim that its shards have
         rows, columns = n % parts == 0, k % parts == 0
         return np.where(rows, n // inside, n), np.where(~rows & columns, k // inside, k)
 
-    def _reducer(self, ranks: int) -> "Reducer":
+    def _reducer(self, members: int) -> "Reducer":
         """Return the reducer over data of a number of ranks."""
         assert self.data is not None
-        if (inside := self.grouped(ranks)) == 1:
+        if (inside := self.grouped(members)) == 1:
             return self.data
         from compress.hierarchical import Hierarchical  # here, since it imports jax, which takes long
 
         return Hierarchical(self.data, inside)
 
-    def reduction_passes(self, ranks: int) -> tuple[float, int]:
+    def reduction_passes(self, members: int) -> tuple[float, int]:
         """Return the passes over the gradients of a reduction over data, and its kernels for each array."""
-        return self.passes_of(self._reducer(ranks))
+        return self.passes_of(self._reducer(members))
 
     def passes_of(self, reducer: "Reducer") -> tuple[float, int]:
         """Return the passes over the gradients of a reducer, and its kernels for each array."""
@@ -181,17 +181,17 @@ class Coded:
             return ""
         return too_large(f"compress.forward.rank={self.forward_rank}", f"messages are {n} x {k}", largest, min_ratio)
 
-    def weights_problem(self, shapes: Sequence[tuple[int, int]], ranks: int, dtype: str) -> str:
+    def weights_problem(self, shapes: Sequence[tuple[int, int]], members: int, dtype: str) -> str:
         """Return why the trainer would refuse to gather weights through their codec; "" if it would not.
 
         Args:
             shapes: rows and columns of the matrices on one device.
-            ranks: number of data ranks.
+            members: number of data ranks.
             dtype: dtype in which weights are gathered.
         """
-        if self.weights is None or ranks == 1:
+        if self.weights is None or members == 1:
             return ""
-        parts = [_weights_part(shape, ranks) for shape in shapes]
+        parts = [_weights_part(shape, members) for shape in shapes]
         return _first(_message_problem(self.weights, part, dtype, 0.0) for part in parts)
 
     def outer_problem(self, shapes: Sequence[tuple[int, int]], groups: int, min_ratio: float) -> str:
@@ -212,54 +212,54 @@ class Coded:
             f"(compress.min_ratio) in {groups} equal parts"
         )
 
-    def data_problem(self, shapes: Sequence[tuple[int, int]], ranks: int, min_ratio: float) -> str:
+    def data_problem(self, shapes: Sequence[tuple[int, int]], members: int, min_ratio: float) -> str:
         """Return why not all of a layer's matrices are compressed over data by a codec; "" if they are.
 
         Args:
             shapes: rows and columns of the matrices on one device.
-            ranks: number of data ranks.
+            members: number of data ranks.
             min_ratio: factor by which a matrix must become smaller.
         """
-        reducer = self._reducer(ranks)
+        reducer = self._reducer(members)
         for shape in shapes:
             # ZeRO-1 or not, the parts are the same.
-            if found := _refusal(reducer, shape, ranks, True):
+            if found := _refusal(reducer, shape, members, True):
                 return found
-            if not self.takes(shape, ranks, True, min_ratio):
+            if not self.takes(shape, members, True, min_ratio):
                 return (
                     f"compress.data.codec={self.name('data')} does not make a kernel of {shape[0]} x {shape[1]} "
-                    f"{min_ratio:g} times smaller (compress.min_ratio) in {ranks} equal parts"
+                    f"{min_ratio:g} times smaller (compress.min_ratio) in {members} equal parts"
                 )
         return ""
 
-    def weight_bytes(self, shape: tuple[int, int], ranks: int, dtype: str) -> int:
+    def weight_bytes(self, shape: tuple[int, int], members: int, dtype: str) -> int:
         """Return the bytes on the wire of a rank's part of a matrix of weights.
 
         Args:
             shape: rows and columns of the matrix on one device.
-            ranks: number of data ranks.
+            members: number of data ranks.
             dtype: dtype in which weights are gathered.
         """
         assert self.weights is not None
-        return _message(self.weights, _weights_part(shape, ranks), dtype)[0]
+        return _message(self.weights, _weights_part(shape, members), dtype)[0]
 
-    def takes(self, shape: tuple[int, int], ranks: int, zero1: bool, min_ratio: float) -> bool:
+    def takes(self, shape: tuple[int, int], members: int, zero1: bool, min_ratio: float) -> bool:
         """Return whether a matrix is compressed over data.
 
         Args:
             shape: rows and columns of the matrix on one device.
-            ranks: number of data ranks.
+            members: number of data ranks.
             zero1: whether a rank keeps a part of the mean only.
             min_ratio: factor by which the matrix must become smaller.
         """
-        return _takes(self._reducer(ranks), shape, ranks, zero1, min_ratio)
+        return _takes(self._reducer(members), shape, members, zero1, min_ratio)
 
-    def exchanges(self, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
+    def exchanges(self, shape: tuple[int, int], members: int, zero1: bool) -> tuple[CodecExchange, ...]:
         """Return the collectives that reduce a matrix over data, or between groups; the arguments are those of `takes`.
 
         Those inside groups are of what is not compressed.
         """
-        return _exchanges(self._reducer(ranks), shape, ranks, zero1)
+        return _exchanges(self._reducer(members), shape, members, zero1)
 
     def outer_exchanges(self, shape: tuple[int, int], groups: int) -> tuple[CodecExchange, ...]:
         """Return the collectives that average a device's part of a matrix over groups."""
@@ -291,81 +291,81 @@ class Coded:
         assert self.embedding is not None
         return Scattered(self.embedding)
 
-    def _table_part(self, shape: tuple[int, int], ranks: int) -> tuple[int, ...]:
+    def _table_part(self, shape: tuple[int, int], members: int) -> tuple[int, ...]:
         """Return the part of a table that the first and the last stage exchange; see `table_bytes`."""
-        return _weights_part(shape, ranks) if ranks > 1 else shape
+        return _weights_part(shape, members) if members > 1 else shape
 
-    def table_problem(self, shape: tuple[int, int], ranks: int, pipe: int, min_ratio: float) -> str:
+    def table_problem(self, shape: tuple[int, int], members: int, pipe: int, min_ratio: float) -> str:
         """Return why the trainer would refuse the codec of the embedding's gradients; "" if it would not.
 
         Args:
             shape: rows and columns of the tables on one device.
-            ranks: number of data ranks that train together.
+            members: number of data ranks that train together.
             pipe: number of stages.
             min_ratio: factor by which the table must become smaller.
         """
-        if self.embedding is None or not (ranks > 1 or (self.tied and pipe > 1)):
+        if self.embedding is None or not (members > 1 or (self.tied and pipe > 1)):
             return ""
-        if found := _refusal(self._of_table(), shape, ranks, True):
+        if found := _refusal(self._of_table(), shape, members, True):
             return found
-        if self.table_takes(shape, ranks, True, min_ratio):
+        if self.table_takes(shape, members, True, min_ratio):
             return ""
         return (
             f"compress.embedding.codec={self.name('embedding')} does not make a table of {shape[0]} x {shape[1]} "
-            f"{min_ratio:g} times smaller (compress.min_ratio) in {ranks} equal parts"
+            f"{min_ratio:g} times smaller (compress.min_ratio) in {members} equal parts"
         )
 
-    def table_takes(self, shape: tuple[int, int], ranks: int, zero1: bool, min_ratio: float) -> bool:
+    def table_takes(self, shape: tuple[int, int], members: int, zero1: bool, min_ratio: float) -> bool:
         """Return whether the codec takes an array of the embedding over data; the arguments are those of `takes`."""
-        of_array = self._of_table(), shape, ranks, zero1
+        of_array = self._of_table(), shape, members, zero1
         return not _refusal(*of_array) and _takes(*of_array, min_ratio)
 
-    def table_exchanges(self, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
+    def table_exchanges(self, shape: tuple[int, int], members: int, zero1: bool) -> tuple[CodecExchange, ...]:
         """Return the collectives over data of the embedding's gradients.
 
         Args:
             shape: rows and columns of the tables on one device.
-            ranks: number of data ranks that train together.
+            members: number of data ranks that train together.
             zero1: whether a rank keeps a part of the mean only.
         """
-        return _exchanges(self._of_table(), shape, ranks, zero1)
+        return _exchanges(self._of_table(), shape, members, zero1)
 
-    def table_bytes(self, shape: tuple[int, int], ranks: int) -> int:
+    def table_bytes(self, shape: tuple[int, int], members: int) -> int:
         """Return the bytes of a message between the first and the last stage; the arguments are those above."""
         assert self.embedding is not None
-        return _message(self.embedding, self._table_part(shape, ranks), "float32")[0]
+        return _message(self.embedding, self._table_part(shape, members), "float32")[0]
 
-    def table_passes(self, ranks: int, zero1: bool, swaps: bool) -> tuple[float, int]:
+    def table_passes(self, members: int, zero1: bool, swaps: bool) -> tuple[float, int]:
         """Return the passes over the tables that all exchanges of their gradients take, and the kernels.
 
         Args:
-            ranks: number of data ranks that train together.
+            members: number of data ranks that train together.
             zero1: whether a rank keeps a part of the mean only.
             swaps: whether the first and the last stage exchange them.
         """
         assert self.embedding is not None
         encode, decode, launches = self.embedding.passes()
-        over = encode + decode + 1 if ranks > 1 else 0.0  # sums take a pass
-        between = (encode + 2 * decode + 1) / ranks if swaps else 0.0
-        gathered = encode / ranks + decode if ranks > 1 and not zero1 else 0.0
+        over = encode + decode + 1 if members > 1 else 0.0  # sums take a pass
+        between = (encode + 2 * decode + 1) / members if swaps else 0.0
+        gathered = encode / members + decode if members > 1 and not zero1 else 0.0
         return over + between + gathered, 2 * launches * sum(map(bool, (over, between, gathered)))
 
-    def table_state(self, shape: tuple[int, int], ranks: int, zero1: bool, swaps: bool) -> int:
+    def table_state(self, shape: tuple[int, int], members: int, zero1: bool, swaps: bool) -> int:
         """Return the bytes of the states of the embedding's codec on a device.
 
         Args:
             shape: rows and columns of the tables on one device.
-            ranks: number of data ranks that train together.
+            members: number of data ranks that train together.
             zero1: whether a rank keeps a part of the mean only.
             swaps: whether the first and the last stage exchange them.
         """
         assert self.embedding is not None
-        over = _reducer_state(self._of_table(), shape, ranks, zero1) if ranks > 1 else 0
-        return over + swaps * _message(self.embedding, self._table_part(shape, ranks), "float32")[1]
+        over = _reducer_state(self._of_table(), shape, members, zero1) if members > 1 else 0
+        return over + swaps * _message(self.embedding, self._table_part(shape, members), "float32")[1]
 
-    def reducer_bytes(self, shape: tuple[int, int], ranks: int, zero1: bool) -> int:
+    def reducer_bytes(self, shape: tuple[int, int], members: int, zero1: bool) -> int:
         """Return the bytes of the reducer's state of a matrix; the arguments are those of `takes`."""
-        return _reducer_state(self._reducer(ranks), shape, ranks, zero1)
+        return _reducer_state(self._reducer(members), shape, members, zero1)
 
 
 LOW_RANK = Coded()
@@ -446,39 +446,39 @@ def _message_problem(codec: "Codec", shape: tuple[int, ...], dtype: str, min_rat
     return f"the codec {codec_name(codec)}: {problem}" if problem else refusal(codec, shape, dtype)
 
 
-def _weights_part(shape: tuple[int, int], ranks: int) -> tuple[int, ...]:
+def _weights_part(shape: tuple[int, int], members: int) -> tuple[int, ...]:
     """Return the part of a matrix of weights that a rank sends."""
-    dim = _shard(shape, ranks, zero1=True).dim
-    return tuple(n // ranks if d == dim else n for d, n in enumerate(shape))
+    dim = _shard(shape, members, zero1=True).dim
+    return tuple(n // members if d == dim else n for d, n in enumerate(shape))
 
 
 @_remembered
-def _refusal(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool) -> str:
+def _refusal(reducer: "Reducer", shape: tuple[int, int], members: int, zero1: bool) -> str:
     """Return why a reducer's codec does not take the parts of a matrix; the arguments are those of `Coded.takes`."""
-    return reducer.refusal(shape, _shard(shape, ranks, zero1))
+    return reducer.refusal(shape, _shard(shape, members, zero1))
 
 
-def _shard(shape: tuple[int, int], ranks: int, zero1: bool) -> "Shard":
+def _shard(shape: tuple[int, int], members: int, zero1: bool) -> "Shard":
     """Return what a rank keeps of a matrix: its rows, if they can be split, or its columns."""
     from compress.reducer import Shard
 
-    dim = next((d for d, n in enumerate(shape) if n % ranks == 0), -1)
-    return Shard("data", ranks, dim if zero1 else -1)
+    dim = next((d for d, n in enumerate(shape) if n % members == 0), -1)
+    return Shard("data", members, dim if zero1 else -1)
 
 
 @_remembered
-def _takes(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool, min_ratio: float) -> bool:
+def _takes(reducer: "Reducer", shape: tuple[int, int], members: int, zero1: bool, min_ratio: float) -> bool:
     """Return whether a reducer compresses a matrix; the arguments are those of `Coded.takes`."""
-    return bool(reducer.takes(shape, _shard(shape, ranks, zero1), min_ratio))
+    return bool(reducer.takes(shape, _shard(shape, members, zero1), min_ratio))
 
 
 @_remembered
-def _exchanges(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
+def _exchanges(reducer: "Reducer", shape: tuple[int, int], members: int, zero1: bool) -> tuple[CodecExchange, ...]:
     """Return the collectives of a matrix by kind; one that cannot be cut into equal parts is reduced as it is."""
     found: dict[str, CodecExchange] = {}
-    shard = _shard(shape, ranks, zero1)
+    shard = _shard(shape, members, zero1)
     if not reducer.takes(shape, shard, 0.0):
-        return (CodecExchange("all-reduce", 2 * (ranks - 1) / ranks * math.prod(shape) * 4, 1),)
+        return (CodecExchange("all-reduce", 2 * (members - 1) / members * math.prod(shape) * 4, 1),)
     for kind, sent in reducer.traffic(shape, shard):
         before = found.get(kind, CodecExchange(kind, 0.0, 0))
         found[kind] = CodecExchange(kind, before.bytes + sent, before.number + 1)
@@ -486,11 +486,11 @@ def _exchanges(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bo
 
 
 @_remembered
-def _reducer_state(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool) -> int:
+def _reducer_state(reducer: "Reducer", shape: tuple[int, int], members: int, zero1: bool) -> int:
     """Return the bytes of a reducer's state of a matrix; it has none of one that cannot be cut into equal parts."""
     import jax
 
     from compress.codec import tree_bytes
 
-    shard = _shard(shape, ranks, zero1)
+    shard = _shard(shape, members, zero1)
     return tree_bytes(jax.eval_shape(lambda: reducer.init(shape, shard))) if reducer.takes(shape, shard, 0.0) else 0

@@ -90,9 +90,9 @@ class LayerCosts:
     chunk: float = 0.0
 
 
-def _all_reduce(ranks: int, size: int, alpha: float, bandwidth: float) -> float:
+def _all_reduce(members: int, size: int, alpha: float, bandwidth: float) -> float:
     """Return the seconds of an all-reduce of `size` bytes over a ring."""
-    return 2 * (ranks - 1) * alpha + float(ring(size, ranks, bandwidth))
+    return 2 * (members - 1) * alpha + float(ring(size, members, bandwidth))
 
 
 def launched(seconds: Numbers, launches: Numbers) -> Any:

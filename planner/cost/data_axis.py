@@ -119,8 +119,8 @@ def _low_rank(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, 
     # In groups the passes are over a rank's part. Two more cut gradients and one sums them, as Hierarchical says.
     passes = POWER_PASSES if c.inside == 1 else 3 + POWER_PASSES / c.inside
     work = passes * sizes.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
-    ranks = c.together // c.inside
-    turn = (ranks - 1) / ranks * over.ring_per_byte
+    members = c.together // c.inside
+    turn = (members - 1) / members * over.ring_per_byte
     return 2 * (2 * over.ring_latency + sizes.factor_bytes * turn), work  # two all-reduces, one for either factor
 
 
@@ -145,18 +145,18 @@ def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Arr
     return _seconds(sent.values(), over, c.together // c.inside), work
 
 
-def _seconds(exchanges: Iterable[CodecExchange], over: DataLinks, ranks: int) -> Array:
+def _seconds(exchanges: Iterable[CodecExchange], over: DataLinks, members: int) -> Array:
     """Return the seconds [batch, P] of a codec's collectives.
 
     Args:
         exchanges: the collectives.
         over: seconds of collectives among the ranks.
-        ranks: number of ranks that exchange.
+        members: number of ranks that exchange.
     """
     seconds = np.zeros_like(over.ring_latency)
     for kind, size, count in exchanges:
         if kind == "all-to-all":
-            whole = size * ranks / (ranks - 1)  # with the rank's part for itself
+            whole = size * members / (members - 1)  # with the rank's part for itself
             seconds = seconds + count * over.scatter_latency + whole * over.scatter_per_byte
         else:
             turns = 2 if kind == "all-reduce" else 1

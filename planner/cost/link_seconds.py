@@ -6,8 +6,8 @@ bandwidth. If more flows enter or leave a host than it has NICs, they share the 
 same trunk share that, too.
 
 If the cluster has rails, each device uses the NIC of its own rail, and flows share NICs one by one. Then it matters
-which devices of its host a group has. So functions that count flows take places: a group's place is its host's number
-plus, with rails, the number of hosts times the group's slot on its host (`Fabric.places`).
+which devices of its host a group has. So functions that count flows take seats: a group's seat is its host's number
+plus, with rails, the number of hosts times the group's slot on its host (`Fabric.seats`).
 
 On GPUs all collectives over data are rings. Over gloo a reduce-scatter is an all-to-all (compress.collectives), whose
 messages use all links of a host at once.
@@ -37,7 +37,7 @@ _PAIRS = 16  # ranks of a ring up to which comparing all pairs of them is quicke
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fabric:
-    """The links as one evaluation sees them.
+    """The links of a cluster as one evaluation sees them.
 
     Attributes:
         alpha: [H, H] seconds.
@@ -64,17 +64,17 @@ class Fabric:
         """Seconds per byte [H, H] of a flow while trunks are full, by which the search tells near hosts from far."""
         return np.maximum(self.per_byte, self.trunks.slowness()) if self.trunks else self.per_byte
 
-    def places(self, hosts: Array) -> Array:
-        """Return the places of the groups of placements [batch, D, P]; without rails these are their hosts."""
-        return hosts + len(self.alpha) * slots(hosts) if self.rails else hosts
+    def seats(self, hosts: Array) -> Array:
+        """Return the seats of the groups of placements [batch, D, P]; without rails these are their hosts."""
+        return hosts + len(self.alpha) * host_slots(hosts) if self.rails else hosts
 
-    def hosts(self, places: Array) -> Array:
-        """Return the host of each place."""
-        return places % len(self.alpha) if self.rails else places
+    def hosts(self, seats: Array) -> Array:
+        """Return the host of each seat."""
+        return seats % len(self.alpha) if self.rails else seats
 
-    def rail_of(self, places: Array, tensor: int) -> Array:
-        """Return the rail of each device [..., T] of groups at some places [...]; there are rails."""
-        device = (places // len(self.alpha))[..., None] * tensor + np.arange(tensor)
+    def rail_of(self, seats: Array, tensor: int) -> Array:
+        """Return the rail of each device [..., T] of groups at some seats [...]; there are rails."""
+        device = (seats // len(self.alpha))[..., None] * tensor + np.arange(tensor)
         return device * self.nics // self.devices
 
 
@@ -109,23 +109,23 @@ def _counted(hosts: Array, crossing: Array, size: int, count: int) -> tuple[Arra
     return np.bincount(place.ravel(), weights=crossing.ravel() * float(size), minlength=batch * count), place
 
 
-def _on_rails(links: Fabric, places: Array, onward: Array, counted: Array, tensor: int) -> tuple[Array, Array]:
+def _on_rails(fabric: Fabric, seats: Array, onward: Array, counted: Array, tensor: int) -> tuple[Array, Array]:
     """Return the factor by which the busiest NIC or spine slows down each group's flows, and whether some change rails.
 
     With PXN a flow leaves by the NIC of its receiver's rail, and without it by that of its sender's.
 
     Args:
-        links: links of the cluster.
-        places: [batch, ...] place of each sender.
-        onward: [batch, ...] place of its receiver.
+        fabric: links of the cluster.
+        seats: [batch, ...] seat of each sender.
+        onward: [batch, ...] seat of its receiver.
         counted: bool [batch, ...] which of them are sent at the same time.
         tensor: T, flows of a group.
 
     Returns:
         Factors [batch, ...] from 1 on, and bool [batch, ...].
     """
-    assert links.rails is not None
-    count, leaving, entering = len(links.alpha), links.rail_of(places, tensor), links.rail_of(onward, tensor)
+    assert fabric.rails is not None
+    count, leaving, entering = len(fabric.alpha), fabric.rail_of(seats, tensor), fabric.rail_of(onward, tensor)
     changes = leaving != entering
     every = np.ones_like(changes)
 
@@ -135,65 +135,65 @@ def _on_rails(links: Fabric, places: Array, onward: Array, counted: Array, tenso
         total, place = _counted(way, taken & counted[..., None], 1, ways)
         return np.maximum(total[place], own)
 
-    ends = (links.hosts(places), entering if links.rails.pxn else leaving), (links.hosts(onward), entering)
-    share = np.maximum(*(flows(at[..., None] * links.nics + rail, every, count * links.nics) for at, rail in ends))
-    if not links.rails.pxn:
-        spine = np.maximum(*(flows(rail, changes, links.nics) for rail in (leaving, entering)))
-        share = np.where(changes, np.maximum(share, spine * links.rails.oversubscription / count), share)
+    ends = (fabric.hosts(seats), entering if fabric.rails.pxn else leaving), (fabric.hosts(onward), entering)
+    share = np.maximum(*(flows(at[..., None] * fabric.nics + rail, every, count * fabric.nics) for at, rail in ends))
+    if not fabric.rails.pxn:
+        spine = np.maximum(*(flows(rail, changes, fabric.nics) for rail in (leaving, entering)))
+        share = np.where(changes, np.maximum(share, spine * fabric.rails.oversubscription / count), share)
     return share.max(axis=-1), changes.any(axis=-1)
 
 
 def _over_links(
-    links: Fabric, places: Array, onward: Array, counted: Array, tensor: int, shares: Array | None = None
+    fabric: Fabric, seats: Array, onward: Array, counted: Array, tensor: int, shares: Array | None = None
 ) -> tuple[Array, Array]:
     """Return latency and seconds per byte [batch, ...] of flows as their links and their hosts' NICs have them.
 
     Args:
-        links: links of the cluster.
-        places: [batch, ...] place of each sender.
-        onward: [batch, ...] place of its receiver.
+        fabric: links of the cluster.
+        seats: [batch, ...] seat of each sender.
+        onward: [batch, ...] seat of its receiver.
         counted: bool [batch, ...] which of them are sent at the same time; others share with those and their own group.
         tensor: T, flows that each stands for.
         shares: what `_shares` returns, if it is known.
     """
-    here, there = links.hosts(places), links.hosts(onward)
-    link = here * len(links.alpha) + there  # of the matrices laid flat, in which numpy finds entries sooner
-    latency, slowness = links.alpha.ravel().take(link), links.per_byte.ravel().take(link)
-    if links.rails:
+    here, there = fabric.hosts(seats), fabric.hosts(onward)
+    link = here * len(fabric.alpha) + there  # of the matrices laid flat, in which numpy finds entries sooner
+    latency, slowness = fabric.alpha.ravel().take(link), fabric.per_byte.ravel().take(link)
+    if fabric.rails:
         apart = here != there
-        share, changes = _on_rails(links, places, onward, counted, tensor)
+        share, changes = _on_rails(fabric, seats, onward, counted, tensor)
         slowness = slowness * np.where(apart, share, 1.0)
-        if links.rails.pxn:
+        if fabric.rails.pxn:
             moved = changes & apart
-            latency = latency + np.where(moved, links.alpha[here, here], 0.0)
-            slowness = np.where(moved, np.maximum(slowness, links.per_byte[here, here]), slowness)
+            latency = latency + np.where(moved, fabric.alpha[here, here], 0.0)
+            slowness = np.where(moved, np.maximum(slowness, fabric.per_byte[here, here]), slowness)
         return latency, slowness
-    return latency, slowness * (_shares(links, here, there, counted, tensor) if shares is None else shares)
+    return latency, slowness * (_shares(fabric, here, there, counted, tensor) if shares is None else shares)
 
 
-def _shares(links: Fabric, here: Array, there: Array, counted: Array, tensor: int, closed: bool = False) -> Array:
+def _shares(fabric: Fabric, here: Array, there: Array, counted: Array, tensor: int, closed: bool = False) -> Array:
     """Return the factor [batch, ...] by which flows slow down on their hosts' shared NICs, without rails.
 
     The factors of flows the other way, from `there` to `here`, are the same. In closed rings as many flows enter each
     host as leave it.
     """
-    if links.devices <= links.nics:  # each device, which sends one flow at a time, has a NIC's rate
+    if fabric.devices <= fabric.nics:  # each device, which sends one flow at a time, has a NIC's rate
         return np.ones(1)
-    count = len(links.alpha)
+    count = len(fabric.alpha)
     leaving, place = _counted(here, counted, tensor, count)
     entering = leaving if closed else _counted(there, counted, tensor, count)[0]
     crowd = np.maximum(leaving[place], entering[place + (there - here)])
-    return np.where(here != there, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
+    return np.where(here != there, np.maximum(np.maximum(crowd, tensor) / fabric.nics, 1.0), 1.0)
 
 
 def _in_trunks(
-    links: Fabric, slowness: Array, here: Array, there: Array, size: int,
+    fabric: Fabric, slowness: Array, here: Array, there: Array, size: int,
     counted: Array | None = None, others: float = 1.0, answered: bool = False,
 ) -> Array:  # fmt: skip
     """Return the seconds per byte of flows that may share trunks.
 
     Args:
-        links: links of the cluster.
+        fabric: links of the cluster.
         slowness: [batch, ...] seconds per byte of each flow as its link and its hosts' NICs have it.
         here: [batch, ...] sender of each.
         there: [batch, ...] receiver of each.
@@ -202,10 +202,10 @@ def _in_trunks(
         others: share of a flow's time for which each of the others is in the trunk.
         answered: with each flow another one goes the opposite way.
     """
-    if not links.trunks:
+    if not fabric.trunks:
         return slowness
     axes = tuple(range(1, here.ndim))
-    for behind, rate in links.trunks:
+    for behind, rate in fabric.trunks:
         sender, receiver = behind[here], behind[there]
         for way in (sender & ~receiver, receiver & ~sender):
             at_once = sender ^ receiver if answered else way
@@ -215,30 +215,30 @@ def _in_trunks(
     return slowness
 
 
-def hops(links: Fabric, places: Array, tensor: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def hops(fabric: Fabric, seats: Array, tensor: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Return what messages take from every stage to the next one in the ring of stages, and to the one before.
 
     Only interleaved schedules send between the last and the first stage, one message in P. The model ignores what these
     messages take of other groups' NICs: they share bandwidth only with the flows of their own tensor group.
 
     Args:
-        links: links of the cluster.
-        places: int [batch, D, P].
+        fabric: links of the cluster.
+        seats: int [batch, D, P].
         tensor: T, flows per group.
 
     Returns:
         Seconds of latency and seconds per byte, [batch, D, P] by sender, of messages forward and of those back.
     """
-    onward = np.concatenate([places[:, :, 1:], places[:, :, :1]], axis=2)
-    here, there = links.hosts(places), links.hosts(onward)
+    onward = np.concatenate([seats[:, :, 1:], seats[:, :, :1]], axis=2)
+    here, there = fabric.hosts(seats), fabric.hosts(onward)
     crossing = here != there
     crossing[:, :, -1] = False
-    others, found = 1.0 if links.rings else _OTHERS, []
-    shares = None if links.rails else _shares(links, here, there, crossing, tensor)
-    for ends, hosts in (((places, onward), (here, there)), ((onward, places), (there, here))):
-        latency, slowness = _over_links(links, *ends, crossing, tensor, shares)
+    others, found = 1.0 if fabric.rings else _OTHERS, []
+    shares = None if fabric.rails else _shares(fabric, here, there, crossing, tensor)
+    for ends, hosts in (((seats, onward), (here, there)), ((onward, seats), (there, here))):
+        latency, slowness = _over_links(fabric, *ends, crossing, tensor, shares)
         # On GPUs a row's activations leave while its gradients are on their way, if links are what it waits for.
-        found.append((latency, _in_trunks(links, slowness, *hosts, tensor, crossing, others, answered=links.rings)))
+        found.append((latency, _in_trunks(fabric, slowness, *hosts, tensor, crossing, others, answered=fabric.rings)))
     back = tuple(np.concatenate([x[:, :, -1:], x[:, :, :-1]], axis=2) for x in found[1])  # by the sender of each
     return found[0], (back[0], back[1])
 
@@ -252,7 +252,7 @@ def _by_host(hosts: Array) -> tuple[Array, Array]:
     return order, np.maximum.accumulate(np.where(starts, np.arange(hosts.shape[-1]), 0), -1)
 
 
-def slots(hosts: Array) -> Array:
+def host_slots(hosts: Array) -> Array:
     """Return the slot on its host of each group of placements int [..., D, P]: groups take them in mesh order."""
     flat = hosts.reshape(*hosts.shape[:-2], -1)
     order, first = _by_host(flat)
@@ -278,43 +278,43 @@ def ring_order(hosts: Array) -> Array:
     return np.take_along_axis(hosts, ring_leads(hosts), -1)
 
 
-def rings(links: Fabric, places: Array, tensor: int) -> tuple[Array, Array]:
+def rings(fabric: Fabric, seats: Array, tensor: int) -> tuple[Array, Array]:
     """Return what a turn of each stage's data-parallel ring takes while all stages' and tensor ranks' rings run.
 
     With rails a ring enters and leaves a host by the rail of its first rank there, as NCCL's rings keep to a NIC.
 
     Args:
-        links: links of the cluster.
-        places: int [batch, D, P].
+        fabric: links of the cluster.
+        seats: int [batch, D, P].
         tensor: T, rings per stage.
 
     Returns:
         Seconds of latency of a whole turn (D-1 hops, each as slow as the slowest) and seconds per byte of its slowest
         link, [batch, P].
     """
-    ranks = places.shape[1]
+    ranks = seats.shape[1]
     if ranks == 1:
-        zero = np.zeros((len(places), places.shape[2]))
+        zero = np.zeros((len(seats), seats.shape[2]))
         return zero, zero
-    lanes = np.ascontiguousarray(np.swapaxes(places, 1, 2))  # [batch, P, D]
-    around, axis = np.take_along_axis(lanes, ring_leads(links.hosts(lanes)), -1), 2
-    if ranks < places.shape[2]:  # numpy is quick along the last axis if that is the longer one
+    lanes = np.ascontiguousarray(np.swapaxes(seats, 1, 2))  # [batch, P, D]
+    around, axis = np.take_along_axis(lanes, ring_leads(fabric.hosts(lanes)), -1), 2
+    if ranks < seats.shape[2]:  # numpy is quick along the last axis if that is the longer one
         around, axis = np.ascontiguousarray(np.swapaxes(around, 1, 2)), 1
     onward = np.roll(around, -1, axis=axis)
-    here, there = links.hosts(around), links.hosts(onward)
-    shares = None if links.rails else _shares(links, here, there, here != there, tensor, closed=True)
-    latency, slowness = _over_links(links, around, onward, here != there, tensor, shares)
-    return (ranks - 1) * latency.max(axis=axis), _in_trunks(links, slowness, here, there, tensor).max(axis=axis)
+    here, there = fabric.hosts(around), fabric.hosts(onward)
+    shares = None if fabric.rails else _shares(fabric, here, there, here != there, tensor, closed=True)
+    latency, slowness = _over_links(fabric, around, onward, here != there, tensor, shares)
+    return (ranks - 1) * latency.max(axis=axis), _in_trunks(fabric, slowness, here, there, tensor).max(axis=axis)
 
 
-def all_to_all(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
+def all_to_all(fabric: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
     """Return what all-to-alls over each stage's data ranks take while all stages and tensor ranks run theirs.
 
     Two data ranks exchange a D-th of a rank's array, all pairs at once, and the two messages of a pair take turns. The
     flows between two hosts share `nics` flows of full speed, those of a host `nics * fan_out`.
 
     Args:
-        links: links of the cluster.
+        fabric: links of the cluster.
         hosts: int [batch, D, P].
         tensor: T, all-to-alls per stage.
 
@@ -323,32 +323,32 @@ def all_to_all(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
     """
     batch, ranks, stages = hosts.shape
     latency, per_byte = np.zeros((2, batch, stages))
-    count = len(links.alpha)
+    count = len(fabric.alpha)
     for b in range(batch if ranks > 1 else 0):
         held = np.zeros((stages, count))  # data ranks of each stage on each host
         np.add.at(held, (np.arange(stages), hosts[b]), 1)
         between = tensor * held.T @ held
         leaving = tensor * (held * (ranks - held)).sum(axis=0)
         busier = np.maximum(leaving[:, None], leaving)
-        share = np.maximum(np.maximum(IN_TURN * between, busier / links.fan_out) / links.nics, IN_TURN)
+        share = np.maximum(np.maximum(IN_TURN * between, busier / fabric.fan_out) / fabric.nics, IN_TURN)
         np.fill_diagonal(share, 1.0)
-        slowness = links.per_byte * share
-        for behind, rate in links.trunks or ():
+        slowness = fabric.per_byte * share
+        for behind, rate in fabric.trunks or ():
             flows = between[np.ix_(behind, ~behind)].sum()  # as many each way
             slowness = np.where(behind[:, None] != behind, np.maximum(slowness, flows / rate), slowness)
         for p in range(stages):
             # A host sends to itself only if several ranks are there.
             senders, receivers = np.nonzero(np.outer(held[p], held[p]) - np.diag(held[p] == 1))
-            latency[b, p] = links.alpha[senders, receivers].max()
+            latency[b, p] = fabric.alpha[senders, receivers].max()
             per_byte[b, p] = slowness[senders, receivers].max() / ranks
     return latency, per_byte
 
 
-def _reduce_scatters(links: Fabric, places: Array, tensor: int, ring: tuple[Array, Array]) -> tuple[Array, Array]:
+def _reduce_scatters(fabric: Fabric, seats: Array, tensor: int, ring: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return latency, and seconds per byte of a rank's array, [batch, P], of reduce-scatters over data."""
-    if not links.rings:
-        return all_to_all(links, links.hosts(places), tensor)
-    ranks = places.shape[1]
+    if not fabric.rings:
+        return all_to_all(fabric, fabric.hosts(seats), tensor)
+    ranks = seats.shape[1]
     return ring[0], (ranks - 1) / ranks * ring[1]
 
 
@@ -394,61 +394,61 @@ class Paths:
         return Paths(**joined)
 
 
-def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:
+def _swap(fabric: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:
     """Return latency and seconds per byte [batch, D, 2] between the ends of all pipelines at once, there and back."""
     both = np.stack([first, last], 1)  # [batch, 2, D]
     # The ways are apart, as if they were placements of their own, because NICs work both ways at once.
-    places, onward = both.reshape(-1, both.shape[2]), both[:, ::-1].reshape(-1, both.shape[2])
-    here, there = links.hosts(places), links.hosts(onward)
-    found = _over_links(links, places, onward, here != there, tensor)
+    seats, onward = both.reshape(-1, both.shape[2]), both[:, ::-1].reshape(-1, both.shape[2])
+    here, there = fabric.hosts(seats), fabric.hosts(onward)
+    found = _over_links(fabric, seats, onward, here != there, tensor)
     latency, slowness, here, there = (np.swapaxes(x.reshape(both.shape), 1, 2) for x in (*found, here, there))
-    return latency, _in_trunks(links, slowness, here, there, tensor)
+    return latency, _in_trunks(fabric, slowness, here, there, tensor)
 
 
 def _in_sets(
-    links: Fabric, places: Array, tensor: int, inside: int, apart: int
+    fabric: Fabric, seats: Array, tensor: int, inside: int, apart: int
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Return `Paths.inside` and `Paths.between` of groups at places [batch, D, P]; see `paths` for the other arguments.
+    """Return `Paths.inside` and `Paths.between` of groups at seats [batch, D, P]; see `paths` for the other arguments.
 
     All sets of a stage exchange at once, as all stages do. So they are priced as stages of fewer ranks.
     """
-    batch, data, stages = places.shape
-    sets = places.reshape(batch, apart, data // apart // inside, inside, stages)
+    batch, data, stages = seats.shape
+    sets = seats.reshape(batch, apart, data // apart // inside, inside, stages)
     found = []
     for ranks in (np.moveaxis(sets, 3, 1), np.moveaxis(sets, 2, 1)):  # [batch, ranks that exchange, G, sets, P]
         alike = ranks.reshape(batch, ranks.shape[1], -1)
-        ring = rings(links, alike, tensor)
-        both = (*ring, *_reduce_scatters(links, alike, tensor, ring))
+        ring = rings(fabric, alike, tensor)
+        both = (*ring, *_reduce_scatters(fabric, alike, tensor, ring))
         found.append(tuple(x.reshape(batch, apart, -1, stages).max(axis=2).reshape(batch, -1) for x in both))
     return found[0], found[1]
 
 
-def paths(links: Fabric, hosts: Array, tensor: int, inside: int = 1, apart: int = 1) -> Paths:
+def paths(fabric: Fabric, hosts: Array, tensor: int, inside: int = 1, apart: int = 1) -> Paths:
     """Return the paths of placements.
 
     Args:
-        links: links of the cluster.
+        fabric: links of the cluster.
         hosts: int [batch, D, P].
         tensor: T, devices of a group.
         inside: K, neighbouring data ranks that sum gradients as they are, before sums are compressed; 1: none.
         apart: G, groups of neighbouring data ranks that train apart. Their rings run at once, like those of stages.
     """
     batch, data, stages = hosts.shape
-    places = links.places(hosts)
-    groups = places.reshape(batch, apart, data // apart, stages)
+    seats = fabric.seats(hosts)
+    groups = seats.reshape(batch, apart, data // apart, stages)
     alike = np.swapaxes(groups, 1, 2).reshape(batch, data // apart, -1)  # [batch, D / G, G * P]
-    ring = rings(links, alike, tensor)
-    sets = _in_sets(links, places, tensor, inside, apart) if inside > 1 else ((), ())
-    forward, backward = hops(links, places, tensor)
+    ring = rings(fabric, alike, tensor)
+    sets = _in_sets(fabric, seats, tensor, inside, apart) if inside > 1 else ((), ())
+    forward, backward = hops(fabric, seats, tensor)
     return Paths(
         forward=forward,
         backward=backward,
         ring=ring,
-        scatter=_reduce_scatters(links, alike, tensor, ring),
-        swap=_swap(links, places[:, :, 0], places[:, :, -1], tensor),
+        scatter=_reduce_scatters(fabric, alike, tensor, ring),
+        swap=_swap(fabric, seats[:, :, 0], seats[:, :, -1], tensor),
         inside=sets[0],
         between=sets[1],
-        outer=rings(links, groups.reshape(batch, apart, -1), tensor) if apart > 1 else (),
+        outer=rings(fabric, groups.reshape(batch, apart, -1), tensor) if apart > 1 else (),
     )
 
 

@@ -26,18 +26,18 @@ class FragmentExchange(NamedTuple):
     seconds: float
 
 
-def part(shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[int, int]:
+def part(shape: tuple[int, int], members: int, zero1: bool) -> tuple[int, int]:
     """Return a device's part of a matrix that ZeRO-1 splits over the data ranks of a group.
 
     Args:
         shape: rows and columns of the matrix.
-        ranks: data ranks of a group.
+        members: data ranks of a group.
         zero1: whether it is split.
     """
     rows, columns = shape
-    if not zero1 or ranks == 1:
+    if not zero1 or members == 1:
         return shape
-    return (rows // ranks, columns) if rows % ranks == 0 else (rows, -(-columns // ranks))
+    return (rows // members, columns) if rows % members == 0 else (rows, -(-columns // members))
 
 
 def layers(model: ModelConfig, candidate: Candidate) -> tuple[int, ...]:

@@ -63,6 +63,6 @@ def by_speed(problem: Problem, hosts: Array) -> list[tuple[Problem, Array]]:
     found = []
     for n, row in enumerate(every.tolist()):
         if len(set(row)) > 1:
-            candidate = dataclasses.replace(c, ranks=tuple(row), micro_batches=max(row))
+            candidate = dataclasses.replace(c, data_micro_batches=tuple(row), micro_batches=max(row))
             found.append((Problem(problem.cluster, problem.model, candidate), np.flatnonzero(which.ravel() == n)))
     return found

@@ -73,7 +73,7 @@ def candidate_of_config(config: Config) -> Candidate:
         forward_links=_some(config, "forward"),
         data_rank=compress.data.rank if over_data else 0,
         coded=coded(compress, config.model.tied_head),
-        ranks=config.rank_micro_batches if config.uneven else (),
+        data_micro_batches=config.rank_micro_batches if config.uneven else (),
         outer=config.outer,
         outer_ratio=compress.min_ratio,
     )
@@ -125,7 +125,7 @@ def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) 
     )
 
 
-def ideal_step(problem: Problem, links: Fabric, hosts: np.ndarray) -> tuple[str, float]:
+def ideal_step(problem: Problem, fabric: Fabric, hosts: np.ndarray) -> tuple[str, float]:
     """Return a plan's schedule and seconds of a step as other trainers run it.
 
     They run 1F1B or its interleaved form, send messages uncompressed, and train all data ranks together on equally many
@@ -133,21 +133,21 @@ def ideal_step(problem: Problem, links: Fabric, hosts: np.ndarray) -> tuple[str,
 
     Args:
         problem: plan on its cluster.
-        links: links of the cluster.
+        fabric: links of the cluster.
         hosts: int [data, stages], host of each tensor group.
     """
     c = problem.candidate
-    schedule, equal = "interleaved_1f1b" if c.chunks > 1 else "1f1b", sum(c.of_ranks) // c.data
+    schedule, equal = "interleaved_1f1b" if c.chunks > 1 else "1f1b", sum(c.rank_micro_batches) // c.data
     plain = dataclasses.replace(
         c,
         schedule=schedule,
         micro_batches=equal,
-        ranks=(),
+        data_micro_batches=(),
         backward="none",
         data_rank=0,
         coded=LOW_RANK,
         outer=NO_GROUPS,
     )
     other = Problem(problem.cluster, problem.model, plain)
-    [step] = steps([other], [(other.paths(links, hosts[None]), other.kind_of_host[hosts][None])], ideal.pipeline)
+    [step] = steps([other], [(other.paths(fabric, hosts[None]), other.kind_of_host[hosts][None])], ideal.pipeline)
     return schedule, float(step.total[0])

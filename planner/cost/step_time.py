@@ -95,7 +95,7 @@ class Problem(Sizes):
         self.layer = list(layer) or [costs.layer(cluster, kind, model, *how) for kind in kinds]
         self.overlap = cluster.overlaps
         packed = c.backward, c.backward_links
-        self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, *packed, skips=bool(c.ranks))
+        self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, *packed, skips=bool(c.data_micro_batches))
         counts = np.repeat(np.array(splits or [c.counts], float), len(self.layer), axis=0)  # [kinds, V]
         self.layer = self.layer * max(len(splits), 1)
         first = np.zeros(counts.shape[1])
@@ -255,15 +255,15 @@ class Problem(Sizes):
 
     def rank_table(self, rank: int) -> Table:
         """Return the table that a data rank replays."""
-        return dataclasses.replace(self.table, first=self.table.micro_batches - self.candidate.of_ranks[rank])
+        return dataclasses.replace(self.table, first=self.table.micro_batches - self.candidate.rank_micro_batches[rank])
 
     def tables(self, pipelines: int) -> list[tuple[Table, Array | slice]]:
         """Return each table that data ranks replay, and which of some pipelines [batch * D] do."""
         c = self.candidate
-        if not c.ranks:
+        if not c.data_micro_batches:
             return [(self.table, slice(None))]
-        counts = np.tile(c.ranks, pipelines // c.data)
-        return [(self.rank_table(c.ranks.index(n)), counts == n) for n in sorted(set(c.ranks))]
+        counts = np.tile(c.data_micro_batches, pipelines // c.data)
+        return [(self.rank_table(c.data_micro_batches.index(n)), counts == n) for n in np.unique(counts).tolist()]
 
     def pipelines(self, seconds: simulator.Seconds) -> Array:
         """Return the seconds [batch * D, P] at which stages leave their last rows, for the simulator's durations."""

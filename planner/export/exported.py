@@ -109,7 +109,7 @@ class MeshRanks:
         return f"{command}, on each host; N is its line in hostfile, from 0 on"
 
 
-def ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
+def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
     """Return the ranks of a plan.
 
     Args:
@@ -135,7 +135,7 @@ def best_order(plan: Plan, orders: Mapping[str, Sequence[str]]) -> tuple[str, Me
         plan: the plan.
         orders: orders of the axes, slowest first, by what chooses them.
     """
-    found = [(flag, ranks(plan, order)) for flag, order in orders.items()]
+    found = [(flag, mesh_ranks(plan, order)) for flag, order in orders.items()]
     return next((one for one in found if one[1].follow), found[0])
 
 

@@ -8,7 +8,7 @@ References:
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.plan import Plan
-from planner.export.exported import Exported, common, ranks
+from planner.export.exported import Exported, common, mesh_ranks
 
 _REMAT = {"inputs": "full", "layer_inputs": "full", "dots": "minimal", "residuals": "none"}
 
@@ -21,7 +21,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
         model: the model that it is for.
         layers: layers of each virtual stage, in the order of the model.
     """
-    where = ranks(plan, ("data", "pipe", "tensor"))
+    where = mesh_ranks(plan, ("data", "pipe", "tensor"))
     settings = {**_model(model), **_parallel(plan, layers)}
     text = "".join(f"{key}={_written(value)}\n" for key, value in settings.items())
     program = "python -m maxtext.trainers.pre_train.train $(cat maxtext.args) run_name=... dataset_path=..."

@@ -8,7 +8,7 @@ References:
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.plan import Plan
-from planner.export.exported import Exported, common, ranks
+from planner.export.exported import Exported, common, mesh_ranks
 
 # Layers, hidden size, feed-forward part, heads and those of keys of torchtitan's models, and their configurations.
 _FLAVORS = {
@@ -29,7 +29,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
         model: the model that it is for.
         layers: layers of each virtual stage, in the order of the model.
     """
-    where = ranks(plan, ("pipe", "data", "tensor"))
+    where = mesh_ranks(plan, ("pipe", "data", "tensor"))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}
     start = where.torchrun("-m torchtitan.train --module torchtitan_plan --config planned", "PYTHONPATH=.")
     schedule = plan.pipeline.schedule_key if plan.mesh.pipe > 1 and plan.pipeline.schedule_key in _SCHEDULES else "1f1b"

@@ -86,7 +86,7 @@ def candidate(trial: Trial, own: bool) -> Candidate:
         save="layer_inputs" if trial.recompute else "residuals",
         zero1=own,
         reduce_dtype="float32" if own else dtype,
-        ranks=trial.data_micro_batches,
+        data_micro_batches=trial.data_micro_batches,
     )
 
 

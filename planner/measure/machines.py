@@ -49,7 +49,7 @@ class Machines:
         return site_numbers(self.sites)
 
     @property
-    def places(self) -> list[tuple[str, str]]:
+    def locations(self) -> list[tuple[str, str]]:
         """Site and rack of each host."""
         return list(zip(self.sites or ("",) * len(self.hosts), self.racks, strict=True))
 

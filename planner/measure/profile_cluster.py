@@ -32,10 +32,10 @@ def _filled_links(group: ProcessGroup, machines: Machines, times: LinkTimes) -> 
     if len(machines.devices) == 1:  # there is no link, but the cluster file needs one
         alpha, samples = np.zeros((1, 1)), np.full((1, 1, 1), 1e12)
     # Racks of different sites differ, whatever their names: what is between sites is unlike what is within one.
-    numbers = {place: i for i, place in enumerate(dict.fromkeys(machines.places))}
+    numbers = {place: i for i, place in enumerate(dict.fromkeys(machines.locations))}
 
     def fill(_: object) -> tuple[list, list, list, float, int]:
-        filled = link_fit.fill(alpha, samples, [numbers[place] for place in machines.places])
+        filled = link_fit.fill(alpha, samples, [numbers[place] for place in machines.locations])
         return filled.alpha.tolist(), filled.samples.tolist(), filled.measured.tolist(), filled.error, times.nics()
 
     alphas, bandwidths, measured, error, nics = group.gather(None, fill)

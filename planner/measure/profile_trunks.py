@@ -43,14 +43,14 @@ class UplinkGroup(NamedTuple):
     outside: list[int]
 
 
-def groups_of(places: Sequence[tuple[str, str]]) -> list[UplinkGroup]:
+def groups_of(locations: Sequence[tuple[str, str]]) -> list[UplinkGroup]:
     """Return the groups of two hosts or more that may share an uplink, each once.
 
     Args:
-        places: site and rack of each host; empty ones are not known.
+        locations: site and rack of each host; empty ones are not known.
     """
     found: dict[tuple[int, ...], UplinkGroup] = {}
-    for among in ([("", site) for site, _ in places], list(places)):
+    for among in ([("", site) for site, _ in locations], list(locations)):
         for where, name in dict.fromkeys(among):
             inside = [i for i, place in enumerate(among) if place == (where, name)]
             outside = [i for i, place in enumerate(among) if place[0] == where and place[1] != name]
@@ -208,7 +208,7 @@ def profile_trunks(
         The uplinks, on every process, and a sentence about what was found, empty if there was nothing to measure.
     """
     if samples is None:
-        every = groups_of(machines.places)
+        every = groups_of(machines.locations)
     else:
         every = [UplinkGroup(*some) for some in group.gather(None, lambda _: groups_of_links(samples))]
     groups = affordable_groups(every, options.rounds)

@@ -79,7 +79,7 @@ def gain(
 
     count = len(cluster.samples)
     seen = gains(chosen, range(count))
-    if count == 1 or problem.candidate.ranks:  # a search places ranks that differ, not `place`
+    if count == 1 or problem.candidate.data_micro_batches:  # a search places ranks that differ, not `place`
         std = float(np.std(seen, ddof=1)) if count > 1 else math.nan
         return Gain(float(np.mean(seen)), std, count, (math.nan, math.nan))
     held = []

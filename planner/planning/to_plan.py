@@ -11,7 +11,7 @@ from paxtrain.config.plan import Plan, PlannedGroups
 from paxtrain.schedule.schedules import parts
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
-from planner.cost.link_seconds import slots
+from planner.cost.link_seconds import host_slots
 from planner.cost.step_time import Step
 from planner.search import layers
 
@@ -43,7 +43,7 @@ def device_order(hosts: np.ndarray, per_host: int, tensor: int) -> tuple[int, ..
     Returns:
         Indices into the devices of all hosts, host after host.
     """
-    first = (hosts * per_host + slots(hosts) * tensor).ravel()
+    first = (hosts * per_host + host_slots(hosts) * tensor).ravel()
     return tuple((first[:, None] + np.arange(tensor)).ravel().tolist())
 
 
@@ -77,7 +77,7 @@ def sections(
             save=c.save,
             scan_layers=c.scan_layers,
         ),
-        "batch": BatchConfig(global_batch, c.micro_batch, ",".join(map(str, c.ranks))),
+        "batch": BatchConfig(global_batch, c.micro_batch, ",".join(map(str, c.data_micro_batches))),
         "compress": compress.changed(
             backward={
                 **off["backward"],

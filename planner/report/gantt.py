@@ -312,7 +312,7 @@ def _break(svg: Svg, x: float, gap: float, top: float, bottom: float, seconds: f
 def _caption(report: Report, work: Activity, rows: int, cut: bool) -> str:
     c = report.chosen.candidate
     parts = [
-        f"The pipeline of data rank {work.rank}, which ends last; numbers are its {c.of_ranks[work.rank]} "
+        f"The pipeline of data rank {work.rank}, which ends last; numbers are its {c.rank_micro_batches[work.rank]} "
         "micro-batches."
     ]
     if cut:

@@ -254,7 +254,7 @@ def _stages(report: Report) -> str:
     stage = np.arange(c.pipe)
     virtual = stage + np.arange(c.chunks)[:, None] * c.pipe  # [v, P]
     each = [x[kinds[None], virtual[:, None]].sum(axis=0) for x in (problem.forward, problem.work - problem.forward)]
-    counts = np.array(c.of_ranks)
+    counts = np.array(c.rank_micro_batches)
     slow = np.argmax(counts[:, None] * (each[0] + each[1]), axis=0)
     forward, backward = (x[slow, stage] for x in each)
     loss = np.where(stage == c.pipe - 1, problem.head[kinds[:, -1]].max(), 0.0)

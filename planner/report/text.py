@@ -75,7 +75,7 @@ def stage_layers(counts: Sequence[int], width: int = 1000) -> str:
 
 def micro_batches(candidate: Candidate) -> str:
     """Return the number of micro-batches, or those of the data ranks with equal neighbors joined, "8x2,4x2"."""
-    return stage_layers(candidate.ranks) if candidate.ranks else str(candidate.micro_batches)
+    return stage_layers(candidate.data_micro_batches) if candidate.data_micro_batches else str(candidate.micro_batches)
 
 
 def compression(candidate: Candidate) -> str:
@@ -167,7 +167,7 @@ def table(report: Report) -> list[list[str]]:
             [
                 f"{n}{'*' if found is report.chosen else ' '}",
                 mesh(c).replace(" ", ""),
-                f"{c.micro_batch}{' uneven' if c.ranks else ''}",
+                f"{c.micro_batch}{' uneven' if c.data_micro_batches else ''}",
                 schedule(c),
                 c.save,
                 "yes" if c.zero1 else "no",
@@ -247,7 +247,7 @@ def headline(report: Report) -> str:
     c, found = report.chosen.candidate, report.chosen
     speed = f"{duration(found.seconds)} a step, {tokens(report.tokens_per_second(found.seconds))} tokens/s"
     used = "" if report.mfu is None else f", {share(report.mfu)} MFU"
-    by_rank = f", data ranks of {micro_batches(c)} micro-batches" if c.ranks else ""
+    by_rank = f", data ranks of {micro_batches(c)} micro-batches" if c.data_micro_batches else ""
     return f"{mesh(c)} (data x pipe x tensor), {schedule(c)}, micro-batch {c.micro_batch}{by_rank}: {speed}{used}"
 
 

@@ -24,8 +24,8 @@ class Flows(NamedTuple):
 
     Attributes:
         what: purpose.
-        senders: place of each sender, see `planner.cost.link_seconds.Fabric.places`.
-        receivers: place of each receiver, of the same shape.
+        senders: seat of each sender, see `planner.cost.link_seconds.Fabric.seats`.
+        receivers: seat of each receiver, of the same shape.
         bytes: bytes from each sender, those of all its devices together.
     """
 
@@ -41,7 +41,7 @@ def flows(report: Report) -> list[Flows]:
     Sums inside tensor groups, which never leave a host, do not count.
     """
     problem, c, fabric = report.problem, report.chosen.candidate, report.fabric
-    places = fabric.places(report.chosen.placement.hosts[None])[0]  # [D, P]
+    seats = fabric.seats(report.chosen.placement.hosts[None])[0]  # [D, P]
     found: list[Flows] = []
 
     def add(what: str, senders: Array, receivers: Array, size: Array | float) -> None:
@@ -63,9 +63,9 @@ def flows(report: Report) -> list[Flows]:
 
     forward, backward = _between_stages(problem)
     what = "messages between stages"
-    add(what, places, np.roll(places, -1, axis=1), forward)
-    add(what, places, np.roll(places, 1, axis=1), backward)
-    groups = places.reshape(c.apart, c.together, c.pipe)
+    add(what, seats, np.roll(seats, -1, axis=1), forward)
+    add(what, seats, np.roll(seats, 1, axis=1), backward)
+    groups = seats.reshape(c.apart, c.together, c.pipe)
     ranks = np.swapaxes(groups, 1, 2)  # [G, P, D / G]
     if c.together > 1:
         _reduce(report, ranks, around, among)
@@ -73,8 +73,8 @@ def flows(report: Report) -> list[Flows]:
             share, table = (c.together - 1) / c.together, problem.embedding_parameters * problem.meets
             around("weights over data", ranks, share * (problem.layer_weights + table * costs.ITEM[report.model.dtype]))
     if problem.swaps:
-        add("tied embedding", places[:, 0], places[:, -1], problem.swapped)
-        add("tied embedding", places[:, -1], places[:, 0], problem.swapped)
+        add("tied embedding", seats[:, 0], seats[:, -1], problem.swapped)
+        add("tied embedding", seats[:, -1], seats[:, 0], problem.swapped)
     if c.apart > 1:
         of_round = sum(size for size, _ in outer.sent(problem))
         around("differences between groups", np.moveaxis(groups, 0, 2), of_round / c.outer.every)
@@ -87,11 +87,11 @@ def _between_stages(problem: Problem) -> tuple[Array, Array]:
     coded = np.isin(np.arange(c.pipe), c.forward_links) | (not c.forward_links)
     sizes = np.where(coded, problem.activation, problem.message)
     both = {}
-    for micro_batches in set(c.of_ranks):
-        table = problem.rank_table(c.of_ranks.index(micro_batches))
+    for micro_batches in set(c.rank_micro_batches):
+        table = problem.rank_table(c.rank_micro_batches.index(micro_batches))
         activations, plain, packed = pipeline.messages(table, problem.overlap)
         both[micro_batches] = activations * sizes, plain * problem.message + packed * problem.packed
-    forward, backward = zip(*(both[micro_batches] for micro_batches in c.of_ranks))
+    forward, backward = zip(*(both[micro_batches] for micro_batches in c.rank_micro_batches))
     return np.array(forward), np.array(backward)
 
 
@@ -100,7 +100,7 @@ def _reduce(report: Report, ranks: Array, around: Add, among: Add) -> None:
 
     Args:
         report: the report.
-        ranks: places of the ranks that reduce together, [G, P, D / G].
+        ranks: seats of the ranks that reduce together, [G, P, D / G].
         around: adds a turn of rings.
         among: adds all-to-alls.
     """

@@ -102,7 +102,7 @@ class Refinement:
             progress(f"placing, {math.ceil(spent)} of {self.most}; best {self.best.seconds:.4g} s")
             self._place(f, 1)
         for _ in range(_LAST * bool(self.most)):
-            if self._done.get(self._name(self.best), -1) >= 1 or self.best.candidate.ranks:
+            if self._done.get(self._name(self.best), -1) >= 1 or self.best.candidate.data_micro_batches:
                 break
             self._place(self.best, 1)
 
@@ -120,7 +120,7 @@ class Refinement:
             best = self.key(self.best)
             leaders: dict[tuple, Found] = {}
             for f in sorted(self.found.values(), key=self.key):
-                if not f.candidate.ranks:  # whose placements are those found for others of their mesh
+                if not f.candidate.data_micro_batches:  # whose placements are those found for others of their mesh
                     leaders.setdefault(self._group(f), f)
             open_ = [f for f in leaders.values() if self._name(f) not in seen and self._open(f, effort, best)]
             if not open_:
@@ -152,7 +152,7 @@ class Refinement:
 
     def bound(self, f: Found) -> float:
         """Return seconds that no placement of a plan is below."""
-        if f.candidate.ranks:  # placements are bounded for data ranks that are alike
+        if f.candidate.data_micro_batches:  # placements are bounded for data ranks that are alike
             return f.screened
         if self._name(f) not in self._bounds:
             self._bounds[self._name(f)] = lower(self._problem(f), self.trials.fabric)

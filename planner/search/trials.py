@@ -79,7 +79,7 @@ def _within(
         c = problem.candidate
         stages = problem.work.reshape(-1, c.chunks, c.pipe).sum(axis=1)  # [kinds, P]
         work = stages[problem.kind_of_host[hosts], np.arange(c.pipe)].max(axis=2)  # [K, D]
-        loads.append((work * np.array(c.of_ranks)).max(axis=1))
+        loads.append((work * np.array(c.rank_micro_batches)).max(axis=1))
         least[i] = min(least[i], float(loads[-1].min()))
     found = []
     for n, (i, load, (hosts, path)) in enumerate(zip(index, loads, used)):
@@ -273,7 +273,7 @@ class Trials:
         if not fitting:
             return []
         splits = tuple(counts for counts, _ in fitting)
-        asked = f.index, f.candidate.ranks, splits, len(hosts), hosts.tobytes()
+        asked = f.index, f.candidate.data_micro_batches, splits, len(hosts), hosts.tobytes()
         if asked not in self._of_splits:
             problem = Problem(self.cluster, self.model, f.candidate)
             where = where or problem.paths(self.fabric, hosts)

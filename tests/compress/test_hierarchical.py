@@ -226,7 +226,7 @@ class WrongGroups(compress.Hierarchical):
     """Negative control: ranks of one place exchange where those of a group should, so each group keeps its own mean."""
 
     def between(self, shard):
-        return Shard(SubAxis(shard.axis, shard.ranks, self.inside, between=False), self.inside, shard.dim)
+        return Shard(SubAxis(shard.axis, shard.members, self.inside, between=False), self.inside, shard.dim)
 
 
 class FewBytesInside(compress.Hierarchical):

@@ -42,7 +42,7 @@ def check(compression: Compression) -> None:
     if compression.weights_codec is not None:
         for path, shape in compression.kernels.items():
             shard = compression.shards[path]
-            part = tuple(n // (shard.ranks if d == shard.dim else 1) for d, n in enumerate(shape))
+            part = tuple(n // (shard.members if d == shard.dim else 1) for d, n in enumerate(shape))
             _require_none(refusal(compression.weights_codec, part, compression.config.model.dtype))
 
 

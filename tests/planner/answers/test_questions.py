@@ -231,4 +231,5 @@ def test_even_micro_batches_have_their_price_on_devices_of_two_kinds():
     asked = PlanOptions(compress=(), oracle="no", nearby=False, top=2, placed=1, uneven_data="no")
     small = values(layers=2)
     found = free_choice.free_choice(small, some, asked, plan_sections(small, some, asked))
-    assert found.price > 0.02 and len(set(found.free.candidate.ranks)) > 1 and not found.asked.candidate.ranks
+    assert found.price > 0.02 and len(set(found.free.candidate.data_micro_batches)) > 1
+    assert not found.asked.candidate.data_micro_batches

@@ -10,7 +10,7 @@ import pytest
 
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
-from planner.cost.link_seconds import fabric, paths, slots
+from planner.cost.link_seconds import fabric, host_slots, paths
 from planner.cost.step_time import Problem
 from planner.placement.place import place
 from planner.planning.to_plan import device_order
@@ -116,7 +116,7 @@ def test_groups_take_devices_as_the_trainer_does():
         assert {key: host * 8 + first for key, (host, first) in device_numbers(hosts, 2).items()} == {
             key: order[key][0] for key in np.ndindex(4, 3)
         }
-        np.testing.assert_array_equal(slots(hosts[None])[0] * 2 + hosts * 8, order[..., 0])
+        np.testing.assert_array_equal(host_slots(hosts[None])[0] * 2 + hosts * 8, order[..., 0])
 
 
 def test_with_one_nic_rails_change_nothing():
@@ -197,9 +197,9 @@ def test_misaligned_rings_cross_the_spine():
 # --- Placement --------------------------------------------------------------------------------------------------------
 
 
-def everywhere(data: int, pipe: int, slots: int) -> np.ndarray:
+def everywhere(data: int, pipe: int, host_slots: int) -> np.ndarray:
     """Return every placement [count, D, P] on hosts with so many slots."""
-    every = {tuple(i // slots for i in order) for order in itertools.permutations(range(data * pipe))}
+    every = {tuple(i // host_slots for i in order) for order in itertools.permutations(range(data * pipe))}
     return np.array(sorted(every)).reshape(-1, data, pipe)
 
 

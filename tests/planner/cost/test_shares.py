@@ -48,7 +48,7 @@ def test_without_stages_a_rank_takes_its_micro_batches_one_after_the_other():
     hosts, fabric = np.arange(4).reshape(1, 4, 1), link_seconds.fabric(MIXED)
     equal = Problem(MIXED, MODEL, Candidate(4, 1, 1, 2, 8, "1f1b", (4,)))
     [(uneven, where)] = by_speed(equal, hosts)
-    ranks = np.array(uneven.candidate.ranks)
+    ranks = np.array(uneven.candidate.data_micro_batches)
     assert where.tolist() == [0] and ranks.sum() == 32 and ranks[0] == ranks[2] > 1.5 * ranks[1]
     found, before = (problem.step(fabric, hosts) for problem in (uneven, equal))
     one = np.array([x.forward + x.backward for x in equal.layer]) * 4 + equal.head
@@ -65,7 +65,7 @@ def test_each_pipeline_takes_the_time_of_its_own_numbers(schedule):
     """Without links' time a pipeline of n micro-batches takes what it takes in a mesh where all have n."""
     quick = dataclasses.replace(MIXED, alpha=0 * MIXED.alpha, samples=1e9 * MIXED.samples)
     hosts, fabric = np.array([[[0, 2], [1, 3]]]), link_seconds.fabric(quick)
-    split = Candidate(2, 2, 1, 1, 9, schedule, (2, 2), ranks=(9, 3))
+    split = Candidate(2, 2, 1, 1, 9, schedule, (2, 2), data_micro_batches=(9, 3))
     both = Problem(quick, MODEL, split)
 
     def ends(problem: Problem) -> np.ndarray:
@@ -73,9 +73,9 @@ def test_each_pipeline_takes_the_time_of_its_own_numbers(schedule):
 
     kinds = both.kind_of_host[hosts]
     alone = []
-    for rank, count in enumerate(split.ranks):
+    for rank, count in enumerate(split.data_micro_batches):
         table = dataclasses.replace(both.table, micro_batches=count)  # idle stages skip here, too
-        one = Problem(quick, MODEL, dataclasses.replace(split, ranks=(), micro_batches=count))
+        one = Problem(quick, MODEL, dataclasses.replace(split, data_micro_batches=(), micro_batches=count))
         one.table = table
         alone.append(ends(one)[rank])
     np.testing.assert_allclose(ends(both), alone, rtol=1e-6)

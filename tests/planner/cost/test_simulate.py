@@ -236,7 +236,7 @@ def test_the_ideal_step_waits_for_no_other_message():
     assert schedule == "1f1b" and seconds < 0.95 * simulated
     other = dataclasses.replace(plain, schedule="eager_1f1b", backward="all", backward_rank=4, data_rank=4)
     assert ideal(slow, other, apart)[1] == seconds
-    uneven = dataclasses.replace(plain, micro_batches=12, ranks=(12, 4), uneven_data=True)
+    uneven = dataclasses.replace(plain, micro_batches=12, data_micro_batches=(12, 4), uneven_data=True)
     assert ideal(slow, uneven, apart)[1] == seconds
     chunked = dataclasses.replace(plain, schedule="interleaved_1f1b", chunks=2, counts=(1,) * 8)
     assert ideal(slow, chunked, apart)[0] == "interleaved_1f1b"

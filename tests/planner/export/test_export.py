@@ -15,7 +15,7 @@ from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig
 from paxtrain.config import plan as plans
 from paxtrain.config.plan import Plan
 from planner.export import maxtext, megatron, torchtitan
-from planner.export.exported import ranks
+from planner.export.exported import mesh_ranks
 from tests import mains
 from tests.compress_settings import compression
 
@@ -48,7 +48,7 @@ def flags(text: str) -> dict[str, str]:
 @pytest.mark.parametrize("order", list(itertools.permutations(("data", "pipe", "tensor"))))
 def test_every_rank_runs_on_the_device_of_its_position(order):
     devices = np.random.default_rng(1).permutation(16)
-    found = ranks(plan(devices), order)
+    found = mesh_ranks(plan(devices), order)
     sizes = {"data": 2, "pipe": 4, "tensor": 2}
     for rank, (host, device) in enumerate(zip(found.host, found.device)):
         position, rest = {}, rank

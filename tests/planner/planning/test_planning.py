@@ -211,7 +211,8 @@ def test_data_ranks_on_slow_hosts_get_fewer_micro_batches(halves):
     found = planner.plan(config, made, HALVES, explained=True)
     equal = planner.plan(config, made, dataclasses.replace(HALVES, uneven_data="no"))
     assert found.ranked[0].seconds < 0.95 * equal.ranked[0].seconds
-    assert not equal.plan.batch.data_micro_batches and not any(plan.candidate.ranks for plan in equal.ranked)
+    assert not equal.plan.batch.data_micro_batches
+    assert not any(plan.candidate.data_micro_batches for plan in equal.ranked)
 
     plan, best = found.plan, found.ranked[0].candidate
     ranks = [int(n) for n in plan.batch.data_micro_batches.split(",")]
@@ -237,7 +238,7 @@ def test_uneven_ranks_may_be_demanded(halves):
     config, made = halves
     narrow = dataclasses.replace(HALVES, data=(2,), micro_batch=(2,), uneven_data="yes")
     found = planner.plan(config, made, narrow)
-    assert all(len(set(plan.candidate.ranks)) == 2 for plan in found.ranked)
+    assert all(len(set(plan.candidate.data_micro_batches)) == 2 for plan in found.ranked)
 
 
 def test_the_gain_of_uneven_ranks_on_links_that_were_measured_twice_is_told_without_placing_anew(halves):
@@ -245,5 +246,5 @@ def test_the_gain_of_uneven_ranks_on_links_that_were_measured_twice_is_told_with
     twice = dataclasses.replace(made, samples=np.concatenate([made.samples, made.samples * 0.98]))
     narrow = dataclasses.replace(HALVES, data=(2, 4), micro_batch=(2,), uneven_data="yes")
     found = planner.plan(config, twice, narrow)
-    assert found.ranked[0].candidate.ranks
+    assert found.ranked[0].candidate.data_micro_batches
     assert "data ranks differ in micro-batches, so it was not placed anew" in " ".join(found.text().split())

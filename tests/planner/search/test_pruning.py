@@ -114,7 +114,7 @@ def test_no_step_of_uneven_data_ranks_is_below_the_bound(some):
             c = problem.candidate
             hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
             ranks = some_split(rng, c.data * c.micro_batches, c.data)
-            other = Problem(some, MODEL, dataclasses.replace(c, ranks=ranks, micro_batches=max(ranks)))
+            other = Problem(some, MODEL, dataclasses.replace(c, data_micro_batches=ranks, micro_batches=max(ranks)))
             for one, on in [*by_speed(problem, hosts), (other, slice(None))]:
                 tried += 1
                 total = one.step(fabric, hosts[on]).total
