@@ -118,11 +118,10 @@ class LowRank(Codec):
         old_p, old_w = (error.p, error.w) if isinstance(error, kernels.Lazy) else (None, None)
         matrix = x.reshape(-1, x.shape[-1])
         m, product = kernels.project(matrix, state.q, error, active, parts=True, implementation=run)
-        p = subspace.left(product, self.factors, old_p, active, form=self.form, implementation=run)
+        method = subspace.Method(self.factors, self.form, run)
+        p = subspace.left(product, method, old_p, active)
         s, g = kernels.backproject(m, p.thin, parts=True, implementation=run)
-        w, q = subspace.right(
-            s, g, state.q, state.first, self.factors, old_w, active, form=self.form, implementation=run
-        )
+        w, q = subspace.right(s, g, state.q, state.first, method, old_w, active)
         if p.kept is not None and w.kept is not None:
             error = kernels.Lazy(m, p.kept, w.kept)
         elif isinstance(error, kernels.Explicit):

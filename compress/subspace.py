@@ -216,6 +216,20 @@ def dequantise(factor: Factor) -> jax.Array:
 FORMS = ("solve", "qr")
 
 
+class Method(NamedTuple):
+    """How the factors of a message are computed and sent.
+
+    Attributes:
+        factors: dtype on the wire, one of FACTORS.
+        form: one of FORMS.
+        implementation: one of kernels.IMPLEMENTATIONS.
+    """
+
+    factors: str
+    form: str = "solve"
+    implementation: str = "xla"
+
+
 class Half(NamedTuple):
     """One of a message's factors.
 
@@ -237,25 +251,16 @@ def _half(x: jax.Array, factors: str, old: jax.Array | None, active: jax.Array |
     return Half(wire, values, None if old is None else jnp.where(active, values, old))
 
 
-def left(
-    parts: jax.Array,
-    factors: str,
-    old: jax.Array | None = None,
-    active: jax.Array | bool = True,
-    *,
-    form: str = "solve",
-    implementation: str = "xla",
-) -> Half:
+def left(parts: jax.Array, method: Method, old: jax.Array | None = None, active: jax.Array | bool = True) -> Half:
     """Return the left factor of a message.
 
     Args:
         parts: partial sums [parts, n, r] of M Q, as `kernels.project` returns them.
-        factors: dtype on the wire, one of FACTORS.
+        method: how the factors are computed and sent.
         old: left factor [n, r] that a lazy error kept of the previous message.
         active: if it is False, `old` is kept, bit for bit.
-        form: one of FORMS.
-        implementation: one of kernels.IMPLEMENTATIONS.
     """
+    factors, form, implementation = method
     if form == "qr":
         return _half(orthonormal(parts.sum(-3)), factors, old, active)
     if not uses_kernels(implementation):
@@ -273,12 +278,9 @@ def right(
     g: jax.Array,
     q: jax.Array,
     first: jax.Array,
-    factors: str,
+    method: Method,
     old: jax.Array | None = None,
     active: jax.Array | bool = True,
-    *,
-    form: str = "solve",
-    implementation: str = "xla",
 ) -> tuple[Half, jax.Array]:
     """Return the right factor of a message, and the Q [k, r] of the next one.
 
@@ -287,23 +289,22 @@ def right(
         g: partial sums [parts, r, r] of P^T P; further rows are ignored.
         q: right factor [k, r] from which this message started.
         first: right factor [k, r] of the first message.
-        factors: dtype on the wire, one of FACTORS.
+        method: how the factors are computed and sent.
         old: right factor [k, r] that a lazy error kept of the previous message.
         active: if it is False, `old` and `q` are kept, bit for bit.
-        form: one of FORMS.
-        implementation: one of kernels.IMPLEMENTATIONS.
     """
+    factors, form, implementation = method
     if form == "qr" or not uses_kernels(implementation):
         fitted = s.sum(-3) if form == "qr" else solve(s.sum(-3), g.sum(-3))
         following = warm_start(fitted, first.astype(jnp.float32)).astype(q.dtype)
         return _half(fitted, factors, old, active), jnp.where(active, following, q)
     interpret = implementation == "interpret"
-    fitted, norms = thin.fit(s, g, _RIDGE, interpret=interpret)
+    fitted = thin.fit(s, g, _RIDGE, interpret=interpret)
     if factors == "int8":
-        half = _half(fitted, factors, old, active)
-        return half, thin.right(fitted, norms, first, q, _MIX, active=active, interpret=interpret)[0]
+        half = _half(fitted.w, factors, old, active)
+        return half, thin.right(fitted, first, q, _MIX, active=active, interpret=interpret)[0]
     dtype = jnp.dtype(factors)
-    q, sent, kept = thin.right(fitted, norms, first, q, _MIX, dtype=dtype, old=old, active=active, interpret=interpret)
+    q, sent, kept = thin.right(fitted, first, q, _MIX, dtype=dtype, old=old, active=active, interpret=interpret)
     assert sent is not None, "a dtype sends w"
     wire = Factor(sent)
     return Half(wire, dequantise(wire), kept), q

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as mg
 from jax.typing import DTypeLike
 
 from compress.gpu import mosaic_tcgen05, mosaic_wgmma
-from compress.gpu.tiles import Index, Ref, Result, RowRefs, matrices, most_parts, split
+from compress.gpu.tiles import Index, Operands, Ref, Result, RowRefs, matrices, most_parts, split
 from compress.gpu.tma import TILE, Units
 
 UNITS = {"wgmma": mosaic_wgmma.UNITS, "tcgen05": mosaic_tcgen05.UNITS}
@@ -78,13 +78,8 @@ def _rows(
     units: Units,
     name: str,
     size: tuple[int, ...],
-    *,
+    operands: Operands,
     active: jax.Array | bool = True,
-    x: jax.Array | None = None,
-    m: jax.Array | None = None,
-    p: jax.Array | None = None,
-    w: jax.Array | None = None,
-    q: jax.Array | None = None,
 ) -> tuple[Result, Result]:
     """Run a pass of the row kernel over matrices; the further arguments are those of triton.py's.
 
@@ -93,11 +88,11 @@ def _rows(
         Partial sums of its product with q [*, parts, n, r], float32, or None without q.
     """
     *lead, n, k = size
+    x, m, p, w, q = map(matrices, operands)
     batch, across, along = math.prod(lead), n // units.rows, k // TILE
     programs = units.target(next(factor for factor in (p, q) if factor is not None).shape[-1])
     target, most = (2 * programs, along) if q is None else (programs, most_parts(k, jnp.bfloat16, q.shape[-1]))
     parts, chunk = split(across * batch, along, target, most)
-    x, m, p, w, q = map(matrices, (x, m, p, w, q))
     flag = None if active is True else jnp.asarray(active, bool).reshape(1)
     held = None if m is None else jax.new_ref(m)  # the result takes its memory
     out = jax.ShapeDtypeStruct((batch, n, k), jnp.bfloat16) if m is None and p is not None else None
@@ -126,7 +121,7 @@ def decode(units: Units, p: jax.Array, w: jax.Array) -> jax.Array:
         p: left factor [*, n, r].
         w: right factor [*, k, r].
     """
-    return _rows(units, "lowrank_decode", (*p.shape[:-1], w.shape[-2]), p=p, w=w)[0]
+    return _rows(units, "lowrank_decode", (*p.shape[:-1], w.shape[-2]), Operands(p=p, w=w))[0]
 
 
 def residual(units: Units, m: jax.Array, p: jax.Array, w: jax.Array, active: jax.Array | bool = True) -> jax.Array:
@@ -139,7 +134,7 @@ def residual(units: Units, m: jax.Array, p: jax.Array, w: jax.Array, active: jax
         w: right factor [*, k, r].
         active: if it is False, m is returned, bit for bit.
     """
-    return _rows(units, "lowrank_residual", m.shape, active=active, m=m, p=p, w=w)[0]
+    return _rows(units, "lowrank_residual", m.shape, Operands(m=m, p=p, w=w), active)[0]
 
 
 def project(
@@ -163,7 +158,7 @@ def project(
         w: right factor [*, k, r] of the previous message.
         active: if it is False, the result is m, bit for bit, and its product is meaningless.
     """
-    out, y = _rows(units, "lowrank_project", x.shape, active=active, x=x, m=m, p=p, w=w, q=q)
+    out, y = _rows(units, "lowrank_project", x.shape, Operands(x, m, p, w, q), active)
     return x if out is None else out, y
 
 

@@ -16,6 +16,7 @@ products are brought to the common scale when they are added up.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -382,10 +383,22 @@ def left(
     return p.reshape(*lead, n, r), kept if kept is None else kept.reshape(*lead, n, r)
 
 
-def fit(
-    s: jax.Array, g: jax.Array, ridge: float, *, interpret: bool = False
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return w = s (g + ridge)^-1 [*, k, r] in float32, as subspace.solve does, and its columns' norms by blocks.
+class Fitted(NamedTuple):
+    """A right factor, and what its columns' norms follow from.
+
+    Attributes:
+        w: factor [*, k, r], float32.
+        largest: largest magnitudes [b, blocks, r] of its columns, by blocks of rows.
+        squares: squared norms [b, blocks, r] of its columns, in units of the largest magnitudes.
+    """
+
+    w: jax.Array
+    largest: jax.Array
+    squares: jax.Array
+
+
+def fit(s: jax.Array, g: jax.Array, ridge: float, *, interpret: bool = False) -> Fitted:
+    """Return w = s (g + ridge)^-1 [*, k, r] in float32, as subspace.solve does.
 
     Args:
         s: partial sums [*, parts, k, r] of m^T p.
@@ -418,12 +431,11 @@ def fit(
         (jax.ShapeDtypeStruct((batch, k, r), f32), norm, norm),
         interpret=interpret,
     )
-    return w.reshape(*lead, k, r), (largest.reshape(batch, tiles, r), squares.reshape(batch, tiles, r))
+    return Fitted(w.reshape(*lead, k, r), largest.reshape(batch, tiles, r), squares.reshape(batch, tiles, r))
 
 
 def right(
-    fitted: jax.Array,
-    norms: tuple[jax.Array, jax.Array],
+    fitted: Fitted,
     first: jax.Array,
     q: jax.Array,
     mix: float,
@@ -436,8 +448,7 @@ def right(
     """Return the q of the next message, as subspace.warm_start does, w as it is sent, and what is kept of it.
 
     Args:
-        fitted: w [k, r] of `fit`.
-        norms: norms of w's columns, of `fit`.
+        fitted: w [k, r] of `fit`, with its norms.
         first: q [k, r] of the first message.
         q: q [k, r] of this message, whose memory the next one takes.
         mix: share of the first q in the next one.
@@ -446,7 +457,7 @@ def right(
         active: if it is False, `q` and `old` are kept, bit for bit.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    k, r = fitted.shape
+    k, r = fitted.w.shape
     flag = _flag(active)
     dtypes = q.dtype, dtype, None if old is None else old.dtype
     at = 4 + (flag is not None)
@@ -455,7 +466,15 @@ def right(
         "lowrank_right",
         r,
         (pl.cdiv(k, _ROWS), 1, 1),
-        (flag, fitted[None], *norms, first[None], q[None], None if old is None else old[None]),
+        (
+            flag,
+            fitted.w[None],
+            fitted.largest,
+            fitted.squares,
+            first[None],
+            q[None],
+            None if old is None else old[None],
+        ),
         tuple(None if kind is None else jax.ShapeDtypeStruct((1, k, r), kind) for kind in dtypes),
         input_output_aliases={at: 0} | ({} if old is None else {at + 1: 1 + (dtype is not None)}),
         interpret=interpret,

@@ -17,6 +17,24 @@ Index = int | jax.Array
 ABSENT = 132  # multiprocessors to write programs for where no GPU is; an H100 or H200 has as many
 
 
+class Operands(NamedTuple):
+    """Operands of a pass of the row kernel; None if it has no such operand.
+
+    Attributes:
+        x: message [*, n, k].
+        m: error or previous message [*, n, k].
+        p: left factor [*, n, r].
+        w: right factor [*, k, r].
+        q: right factor [*, k, r] of the product.
+    """
+
+    x: jax.Array | None = None
+    m: jax.Array | None = None
+    p: jax.Array | None = None
+    w: jax.Array | None = None
+    q: jax.Array | None = None
+
+
 class RowRefs(NamedTuple):
     """References of the row kernel, which computes out = x + (m - p w^T) and y = out q; None without an operand.
 

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from compress.gpu.tiles import (
     Index,
+    Operands,
     Ref,
     Result,
     RowRefs,
@@ -92,10 +93,8 @@ def _blocks(table: dict[tuple[int, int], Blocks], thin: jax.Array, dtype: DTypeL
 
 
 def _sum_tile(
-    x: Ref | None,
-    m: Ref | None,
+    refs: RowRefs,
     p_tile: jax.Array | None,
-    w: Ref | None,
     start: tuple[Index, Index],
     *,
     zero: jax.Array,
@@ -106,16 +105,15 @@ def _sum_tile(
     """Return a tile of x + (m - p w^T), without operands that are None.
 
     Args:
-        x: message [n, k].
-        m: previous message [n, k].
+        refs: operands, of which x, m and w are read.
         p_tile: the tile's rows of the left factor.
-        w: right factor [k, r].
         start: first row and column of the tile.
         zero: result of `zero_index`, which works outside of loops only.
         shape: rows and columns of the tile.
         dtype: dtype to which p w^T is rounded.
         interpret: whether Pallas's interpreter runs the kernel.
     """
+    x, m, w = refs.x, refs.m, refs.w
     value = None if m is None else load(m, start, shape)
     if p_tile is not None:
         w_tile = load(w, (start[1], zero), (shape[1], p_tile.shape[1]))
@@ -141,7 +139,8 @@ def _row_kernel(
         dtype: dtype to which p w^T is rounded.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    active, x, m, p, w, q, out, y = RowRefs(*refs)
+    own = RowRefs(*refs)
+    active, p, q, out, y = own.active, own.p, own.q, own.out, own.y
     shape, zero = (blocks.rows, blocks.columns), zero_index()
     row, first = pl.program_id(0) * blocks.rows, pl.program_id(1) * chunk
     trips = jnp.minimum(chunk, pl.cdiv(size[1], blocks.columns) - first)
@@ -151,7 +150,7 @@ def _row_kernel(
 
     def step(trip: jax.Array, total: Result) -> Result:  # the sum [rows, r] of y, or None without q
         column = (first + trip) * blocks.columns
-        value = _sum_tile(x, m, p_tile, w, (row, column), zero=zero, shape=shape, dtype=dtype, interpret=interpret)
+        value = _sum_tile(own, p_tile, (row, column), zero=zero, shape=shape, dtype=dtype, interpret=interpret)
         if out is not None:
             store(out, (row, column), value)
         if q is not None:
@@ -197,13 +196,9 @@ def _rows(
     name: str,
     size: tuple[int, ...],
     dtype: DTypeLike,
+    operands: Operands,
     *,
     active: jax.Array | bool = True,
-    x: jax.Array | None = None,
-    m: jax.Array | None = None,
-    p: jax.Array | None = None,
-    w: jax.Array | None = None,
-    q: jax.Array | None = None,
     keep: bool = False,
     interpret: bool,
 ) -> tuple[Result, Result]:
@@ -213,12 +208,8 @@ def _rows(
         name: name of the kernel in profiles.
         size: shape [*, n, k] of the matrices.
         dtype: dtype of the matrices.
+        operands: operands of the pass.
         active: if it is False, the result is m, bit for bit.
-        x: message [*, n, k].
-        m: previous message [*, n, k].
-        p: left factor [*, n, r].
-        w: right factor [*, k, r].
-        q: right factor [*, k, r] of the product.
         keep: whether m is needed later; if not, the result takes its memory.
         interpret: whether Pallas's interpreter runs the kernel.
 
@@ -227,6 +218,7 @@ def _rows(
         Partial sums of its product with q [*, parts, n, r], float32, or None without q.
     """
     *lead, n, k = size
+    x, m, p, _, q = operands
     batch, thin = math.prod(lead), q if p is None else p
     assert thin is not None, "a pass has p, q or both"
     blocks = _blocks(_ROW_BLOCKS, thin, dtype)
@@ -243,7 +235,7 @@ def _rows(
         name,
         (blocks.warps, blocks.stages),
         (across, parts, batch),
-        (flag, *map(matrices, (x, m, p, w, q))),
+        (flag, *map(matrices, operands)),
         (out, y),
         input_output_aliases={} if m is None or keep else {(flag is not None) + (x is not None): 0},
         interpret=interpret,
@@ -261,7 +253,7 @@ def decode(p: jax.Array, w: jax.Array, dtype: DTypeLike, *, interpret: bool = Fa
         interpret: whether Pallas's interpreter runs the kernel.
     """
     size = (*p.shape[:-1], w.shape[-2])
-    return _rows("lowrank_decode", size, dtype, p=p, w=w, interpret=interpret)[0]
+    return _rows("lowrank_decode", size, dtype, Operands(p=p, w=w), interpret=interpret)[0]
 
 
 def residual(
@@ -276,7 +268,7 @@ def residual(
         active: if it is False, m is returned, bit for bit.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    return _rows("lowrank_residual", m.shape, m.dtype, active=active, m=m, p=p, w=w, interpret=interpret)[0]
+    return _rows("lowrank_residual", m.shape, m.dtype, Operands(m=m, p=p, w=w), active=active, interpret=interpret)[0]
 
 
 def project(
@@ -305,7 +297,7 @@ def project(
         interpret: whether Pallas's interpreter runs the kernel.
     """
     out, y = _rows(
-        "lowrank_project", x.shape, x.dtype, active=active, x=x, m=m, p=p, w=w, q=q, keep=keep, interpret=interpret
+        "lowrank_project", x.shape, x.dtype, Operands(x, m, p, w, q), active=active, keep=keep, interpret=interpret
     )
     return x if out is None else out, y
 

@@ -14,7 +14,7 @@ from paxtrain.config.load import load_config
 from paxtrain.data.preparation import prepare
 from paxtrain.run import plots
 from paxtrain.study.runs import Study
-from paxtrain.study.variants import settled
+from paxtrain.study.variants import chosen, settled
 from paxtrain.tables import size
 
 _DENSE = "dense"
@@ -36,7 +36,7 @@ def measure(folder: pathlib.Path, variant: str, settings: dict[str, Any], source
     paths = {"data.train": str(data / "train"), "data.validation": str(data / "validation")}
     config = settled(load_config("study", settings | paths))
     jax.config.update("jax_num_cpu_devices", config.mesh.devices)  # the real mesh, for which steps are compiled
-    [result] = Study(config, str(folder / "study"), 1, (), real_mesh=False, only=(variant,)).run(1)
+    [result] = Study(config, str(folder / "study"), 1, chosen(config, (), (variant,)), real_mesh=False).run(1)
     return {
         "label": result.label,
         "loss": result.final,

@@ -24,7 +24,7 @@ from paxtrain.study import frontier, loss_probe, plots, propagation, report
 from paxtrain.study.loss_probe_file import FILE
 from paxtrain.study.report import VariantResult
 from paxtrain.study.runs import Study
-from paxtrain.study.variants import settled
+from paxtrain.study.variants import chosen, settled
 
 HINT = OVERRIDES
 _RANKS = (4, 8, 16)  # of the study
@@ -93,7 +93,7 @@ def _frontier(config: Config) -> str:
         raise UserError(f"--codecs must be some of {known}, or classes as package.module:Class, got {unknown[0]!r}")
     others = frontier.variants(settled(config), axes, codecs, _given(f.steps, frontier.STEPS))
     seeds = _given(f.seeds, frontier.SEEDS)
-    study = Study(others[0].config, f.out, seeds, (), f.real_mesh, others=others, resume=f.resume)
+    study = Study(others[0].config, f.out, seeds, others, f.real_mesh, examined=False, resume=f.resume)
     print(frontier.write(study.config, others, _trained(study), study.out))
     return frontier.PAGE
 
@@ -108,7 +108,7 @@ def _probe(own: Config) -> str:
     config = loss_probe.settled(own, _given(f.steps, loss_probe.STEPS))
     ranks = _ranks(loss_probe.RANKS)
     others = loss_probe.variants(config, own, where, f.codecs or loss_probe.CODECS, ranks)
-    study = Study(config, f.out, seeds, (), f.real_mesh, others=others, counted=False, resume=f.resume)
+    study = Study(config, f.out, seeds, others, f.real_mesh, examined=False, counted=False, resume=f.resume)
     print(loss_probe.write(config, others, _trained(study), study.out))
     print(f"\nwrote {study.out / FILE}, which python -m planner.plan takes as --probe")
     return loss_probe.PAGE
@@ -119,7 +119,7 @@ def _lep(config: Config) -> str:
     f = flags.FLAGS
     others = propagation.variants(settled(config), _ranks(propagation.RANKS), _given(f.steps, propagation.STEPS))
     seeds = _given(f.seeds, propagation.SEEDS)
-    study = Study(others[0].config, f.out, seeds, (), f.real_mesh, others=others, counted=False, resume=f.resume)
+    study = Study(others[0].config, f.out, seeds, others, f.real_mesh, examined=False, counted=False, resume=f.resume)
     print(propagation.write(study.config, _trained(study), study.out))
     return propagation.PAGE
 
@@ -131,7 +131,7 @@ def _study(config: Config) -> str:
     if f.steps is not None:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=f.steps))
     sweep = _ranks(_RANKS if config.run.steps >= _LONG else ())
-    study = Study(config, f.out, _given(f.seeds, 1), sweep, f.real_mesh, resume=f.resume)
+    study = Study(config, f.out, _given(f.seeds, 1), chosen(config, sweep), f.real_mesh, resume=f.resume)
     if not sweep:
         print(
             f"other ranks are compared from {_LONG} steps on, or with --ranks={','.join(map(str, _RANKS))}", flush=True

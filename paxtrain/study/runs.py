@@ -26,7 +26,7 @@ from paxtrain.study import probe
 from paxtrain.study.finished import FinishedRuns, identity
 from paxtrain.study.programs import TrainStep, at_ranks, first_codec, on_dense, once
 from paxtrain.study.report import VariantResult
-from paxtrain.study.variants import Variant, variants
+from paxtrain.study.variants import Variant
 
 # Number of times per run that the messages between the stages are examined.
 _PROBES = 20
@@ -43,10 +43,10 @@ class Study:
         config: Config,
         out: str,
         seeds: int,
-        sweep: Sequence[int],
+        variants: Sequence[Variant],
         real_mesh: bool,
-        only: Sequence[str] = (),
-        others: Sequence[Variant] = (),
+        *,
+        examined: bool = True,
         counted: bool = True,
         resume: bool = False,
     ) -> None:
@@ -56,28 +56,21 @@ class Study:
             config: configuration that `variants.settled` returned.
             out: folder to write to.
             seeds: number of runs of each variant, with the seeds config.run.seed, config.run.seed + 1 and so on.
-            sweep: ranks of compressed backpropagation.
+            variants: variants to run, dense training first if it is among them.
             real_mesh: whether to train on as many devices as the mesh has, not on one that emulates them.
-            only: names of the variants to run; empty: all.
-            others: variants to run instead, dense training first. Their messages are not examined.
+            examined: whether the variants' messages are examined.
             counted: whether the bytes of a step are counted, for which each variant is traced for the real mesh.
             resume: whether runs count that the folder has of an earlier start, with the same configuration and seed.
 
         Raises:
-            UserError: the data, the mesh, the ranks or the folder do not fit, or there is no such variant.
+            UserError: the data, the mesh, the ranks or the folder do not fit.
         """
         if seeds < 1:
             raise UserError(f"--seeds must be at least 1, got {seeds}")
-        if any(rank < 1 for rank in sweep):
-            raise UserError(f"--ranks must be positive, got {','.join(map(str, sweep))}")
         self.config, self.out = config, pathlib.Path(out)
         self.seeds = range(config.run.seed, config.run.seed + seeds)
-        self._examined, self._counted = not others, counted
-        every = {variant.name: variant for variant in others or variants(self.config, sweep)}
-        unknown = [name for name in only if name not in every]
-        if unknown:
-            raise UserError(f"there is no variant {unknown[0]!r} here; there are {', '.join(every)}")
-        self.variants = [every[name] for name in only or every]
+        self._examined, self._counted = examined, counted
+        self.variants = list(variants)
         self.data = DataSets(config)
         self.virtual = not real_mesh
         self.mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1]) if self.virtual else make_mesh(config.mesh)

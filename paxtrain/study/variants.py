@@ -82,6 +82,20 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     return list(found.values())
 
 
+def chosen(config: Config, sweep: Sequence[int], only: Sequence[str] = ()) -> list[Variant]:
+    """Return the variants of some names, or all of them if no name is given; see `variants`.
+
+    Raises:
+        UserError: a rank of the sweep is below 1, or there is no such variant.
+    """
+    if any(rank < 1 for rank in sweep):
+        raise UserError(f"--ranks must be positive, got {','.join(map(str, sweep))}")
+    every = {variant.name: variant for variant in variants(config, sweep)}
+    if unknown := [name for name in only if name not in every]:
+        raise UserError(f"there is no variant {unknown[0]!r} here; there are {', '.join(every)}")
+    return [every[name] for name in only or every]
+
+
 def require_alike(config: Config) -> None:
     """Require that one device can emulate the mesh, and that there is one validation loss.
 

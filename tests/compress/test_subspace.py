@@ -16,9 +16,9 @@ N, K = 176, 144
 
 
 FORMS = {
-    "solve": {"form": "solve", "implementation": "xla"},
-    "qr": {"form": "qr", "implementation": "xla"},
-    "kernels": {"form": "solve", "implementation": "interpret"},
+    "solve": subspace.Method("float32", "solve", "xla"),
+    "qr": subspace.Method("float32", "qr", "xla"),
+    "kernels": subspace.Method("float32", "solve", "interpret"),
 }
 
 
@@ -27,9 +27,9 @@ def compress(m, q, first, form="solve"):
     """Return P, W and the next Q of a message, or of a batch of messages."""
     if m.ndim > 2:
         return jax.vmap(functools.partial(compress, form=form))(m, q, first)
-    p = subspace.left(kernels.project(m, q, parts=True)[1], "float32", **FORMS[form]).thin
+    p = subspace.left(kernels.project(m, q, parts=True)[1], FORMS[form]).thin
     s, g = kernels.backproject(m, p, parts=True)
-    w, following = subspace.right(s, g, q, first, "float32", **FORMS[form])
+    w, following = subspace.right(s, g, q, first, FORMS[form])
     return p, w.thin, following
 
 

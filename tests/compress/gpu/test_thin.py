@@ -3,7 +3,6 @@
 tests/compress/test_subspace.py holds their accuracy beside that of plain jnp.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,14 +54,16 @@ def test_fit_is_the_solution_and_right_follows_from_it(monkeypatch, lead, k, r, 
     rng = np.random.default_rng(r)
     p = well_conditioned(rng, *lead, 4 * r, r)
     s, g = in_parts(rng, rng.normal(size=(*lead, k, r)), parts), in_parts(rng, p.mT @ p, parts)
-    w, norms = thin.fit(s, g, RIDGE, interpret=True)
+    fitted = thin.fit(s, g, RIDGE, interpret=True)
+    w = fitted.w
     ridge = RIDGE * np.max(np.diagonal(total(g), axis1=-2, axis2=-1), axis=-1)[..., None, None] * np.eye(r)
     expected = np.linalg.solve(total(g) + ridge, total(s).mT).mT
     assert (np.abs(w - expected) <= 1e-5 * np.abs(expected).max()).all()
 
-    one, norms = w.reshape(-1, k, r)[-1], jax.tree.map(lambda x: x[-1:], norms)
+    one = w.reshape(-1, k, r)[-1]
+    last = thin.Fitted(one, fitted.largest[-1:], fitted.squares[-1:])
     first = jnp.float32(rng.normal(size=(k, r)))
-    q, sent, kept = thin.right(one, norms, first, first, 0.5, dtype=jnp.bfloat16, interpret=True)
+    q, sent, kept = thin.right(last, first, first, 0.5, dtype=jnp.bfloat16, interpret=True)
     np.testing.assert_allclose(q, one / np.linalg.norm(one, axis=0) + 0.5 * first, atol=1e-5)
     np.testing.assert_array_equal(sent, one.astype(jnp.bfloat16))
     assert kept is None
@@ -89,7 +90,7 @@ def test_what_is_not_finite_leaves_nothing_finite(value, r):
     assert not np.isfinite(np.float32(p)).all(axis=0)[3]
     s, g = jnp.float32(rng.normal(size=(1, 100, r))), jnp.eye(r)[None]
     for bad in ((s.at[0, 50, 3].set(value), g), (s, g.at[0, 3, 3].set(value))):
-        assert not np.isfinite(thin.fit(*bad, RIDGE, interpret=True)[0]).all()
+        assert not np.isfinite(thin.fit(*bad, RIDGE, interpret=True).w).all()
 
 
 @pytest.mark.parametrize("active", [False, True])
@@ -104,8 +105,8 @@ def test_an_inactive_message_keeps_what_was(active):
 
     p, kept = thin.left(y, SHIFT, jnp.bfloat16, old, jnp.bool_(active), interpret=True)
     assert (bits(kept) == bits(p if active else old)).all()
-    fitted, norms = thin.fit(s, jnp.eye(r)[None], RIDGE, interpret=True)
+    fitted = thin.fit(s, jnp.eye(r)[None], RIDGE, interpret=True)
     flag = jnp.bool_(active)
-    q, w, kept = thin.right(fitted, norms, old, old, 0.03, dtype=jnp.bfloat16, old=old, active=flag, interpret=True)
+    q, w, kept = thin.right(fitted, old, old, 0.03, dtype=jnp.bfloat16, old=old, active=flag, interpret=True)
     assert (bits(kept) == bits(w if active else old)).all()
     assert (bits(q) == bits(old)).all() != active

@@ -106,7 +106,7 @@ def test_codecs_train_and_their_bytes_shrink(home, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     config = configuration(home, batch={"global_batch": 8}, compress={"min_ratio": 0.0})
     some = frontier.variants(config, tuple(frontier.AXES), ["int8"], steps=4)
-    study = runs.Study(some[0].config, str(tmp_path), 1, (), real_mesh=False, others=some)
+    study = runs.Study(some[0].config, str(tmp_path), 1, some, real_mesh=False, examined=False)
     found = {row.axis: row for row in frontier.rows(study.run(workers=2), some)}
     for axis in ("between", "activations"):
         assert 0.25 < found[axis].share < 0.3  # int8 and a scale for 64 numbers, of float32

@@ -75,7 +75,7 @@ def outcomes(**finals):
 )
 def test_models_without_copies_of_the_embedding_are_probed(home, tmp_path, where, changes):
     config, some = trained(configuration(home, **changes), (where,))
-    made = runs.Study(config, str(tmp_path), 1, (), real_mesh=False, others=some, counted=False)
+    made = runs.Study(config, str(tmp_path), 1, some, real_mesh=False, examined=False, counted=False)
     assert [made._trained_as(variant).name for variant in some] == [variant.name for variant in some]
 
 
@@ -106,7 +106,7 @@ def test_codecs_are_trained_and_cost_what_they_should(home, tmp_path, monkeypatc
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     own = configuration(home, batch={"global_batch": 8})
     config, some = trained(own, ("backward",), ("identity", "int8", "lowrank"), (1,))
-    made = runs.Study(config, str(tmp_path), 2, (), real_mesh=False, others=some, counted=False)
+    made = runs.Study(config, str(tmp_path), 2, some, real_mesh=False, examined=False, counted=False)
     loss_probe.write(config, some, made.run(workers=2), tmp_path)
     found = {one.label: one for one in loss_probe_file.load(tmp_path / loss_probe_file.FILE).codecs}
     assert found["identity"].losses == pytest.approx((0.0, 0.0), abs=1e-6)

@@ -163,8 +163,8 @@ def test_without_error_feedback_an_error_is_what_was_lost():
 
 def finished(home, out, resume=False):
     config = variants.settled(configuration(home, batch={"global_batch": 8}))
-    small = runs.Study(config, str(out), 1, [2], real_mesh=False, resume=resume)
-    small.variants = [v for v in small.variants if v.name in ("dense", "cb_fe_sc")]
+    chosen = variants.chosen(config, [2], ["dense", "cb_fe_sc"])
+    small = runs.Study(config, str(out), 1, chosen, real_mesh=False, resume=resume)
     outcomes = small.run(workers=2)
     report.write_csv(outcomes, out)
     return config, outcomes
@@ -223,7 +223,8 @@ def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, mo
 
 def test_runs_are_on_disk_before_bytes_are_counted(home, tmp_path, monkeypatch):
     """If counting fails, nothing that has finished is lost."""
-    small = runs.Study(variants.settled(configuration(home)), str(tmp_path), 2, [2], real_mesh=False, only=["dense"])
+    config = variants.settled(configuration(home))
+    small = runs.Study(config, str(tmp_path), 2, variants.chosen(config, [2], ["dense"]), real_mesh=False)
     monkeypatch.setattr(runs.Study, "_compile_evaluation", lambda self: None)
     monkeypatch.setattr(runs.Study, "_step", lambda self, trainer, ranks: None)
     result = functools.partial(VariantResult, "dense", "dense", rank=0, bytes={}, validation={4: 2.5})
@@ -235,7 +236,7 @@ def test_runs_are_on_disk_before_bytes_are_counted(home, tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "wire_bytes", fail)
     with pytest.raises(ValueError, match="no bytes"):
         small.run(workers=1)
-    again = runs.Study(small.config, str(tmp_path), 2, [2], real_mesh=False, only=["dense"], resume=True)
+    again = runs.Study(config, str(tmp_path), 2, small.variants, real_mesh=False, resume=True)
     monkeypatch.setattr(probe, "wire_bytes", lambda *_: {"forward": 7})
     monkeypatch.setattr(runs.Study, "_run", fail)
     assert [(o.seed, o.final, o.bytes) for o in again.run(workers=1)] == [(n, 2.5, {"forward": 7}) for n in (0, 1)]
@@ -245,7 +246,8 @@ def test_runs_are_on_disk_before_bytes_are_counted(home, tmp_path, monkeypatch):
 def test_a_fused_embedding_computes_what_one_does_that_is_not(home, tmp_path, monkeypatch):
     """They differ in rounding, so the study trains once for both, and counts their bytes apart."""
     config = variants.settled(configuration(home))
-    small = runs.Study(config, str(tmp_path), 1, [], real_mesh=False, only=["cb_epilogue", "cb_fe", "cb"])
+    chosen = variants.chosen(config, [], ["cb_epilogue", "cb_fe", "cb"])
+    small = runs.Study(config, str(tmp_path), 1, chosen, real_mesh=False)
     unfused, fused, other = (small.trainer(variant) for variant in small.variants)
     batch = next(small.batches("train", 0))
 
@@ -311,7 +313,8 @@ def test_codecs_of_the_configuration_have_a_variant_each(tmp_path):
 def test_a_study_trains_with_codecs(home, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     config = configuration(home, compress=CODECS, batch={"global_batch": 8})
-    small = runs.Study(config, str(tmp_path), 1, [2], real_mesh=False, only=["dense", "codec_backward", "codec_data"])
+    chosen = variants.chosen(config, [2], ["dense", "codec_backward", "codec_data"])
+    small = runs.Study(config, str(tmp_path), 1, chosen, real_mesh=False)
     dense, between, over = small.run(workers=2)
     assert between.losses[0] == pytest.approx(dense.losses[0], rel=1e-6)
     assert 1e-7 < abs(between.final / dense.final - 1) < 0.02 and between.rank == 0
