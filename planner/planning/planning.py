@@ -27,9 +27,9 @@ from planner.planning.offers import offers
 from planner.planning.options import PlanOptions
 from planner.report import answers, contents, groups, losses, page, text
 from planner.search import baselines, budget, explain, nearby
+from planner.search.explain import require_compression
 from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome, Search
-from planner.search.space import require_compression
 
 PLAN, REPORT = "plan.json", "report.html"
 # Iterations of the placements on half of the samples: enough to tell a gain from noise, and half of what a plan gets.

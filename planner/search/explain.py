@@ -1,18 +1,21 @@
-"""Reasons against other plans: why each neighbor of the chosen plan was not chosen."""
+"""Reasons: why each neighbor of the chosen plan was not chosen, and why no candidate compresses."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SPLIT_SAVES
+from compress.policy import largest_rank, too_large
+from paxtrain.config import SAVE_MODES, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of, spec_of
 from paxtrain.tables import times
+from planner.cost import compute
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import Coded
 from planner.search.search import Found, Search
-from planner.search.space import COLUMNS, numbers_of
+from planner.search.space import COLUMNS, Choices, Space, listed, message_shape, numbers_of, sharding_problem
 
 _SHAPE = ("data", "pipe", "tensor", "micro_batch")  # changed by factors
 _FREE = tuple(name for name in COLUMNS if name not in _SHAPE and name != "micro_batches")
@@ -162,3 +165,68 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
     if spec_of(name_of(changed["schedule"])).splits and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
         return f"a split backward needs save={' or '.join(SPLIT_SAVES)}"
     return "not among the choices that the search was given"
+
+
+def require_compression(space: Space, model: ModelConfig, choices: Choices) -> None:
+    """Require that a candidate compresses each kind of messages that may be, if candidates have such messages.
+
+    Args:
+        space: candidates.
+        model: model to split.
+        choices: what may be compressed; the space has been made of these choices, or of wider ones.
+
+    Raises:
+        UserError: at the ranks, or with the codecs, that are allowed there is none.
+    """
+    several, kinds = space.take(np.flatnonzero(space.pipe > 1)), set(choices.backward) - {"none"}
+    if kinds and len(several) and not several.backward.any():
+        raise UserError(_why_no_messages(several, model, choices))
+    several = space.take(np.flatnonzero(space.together > 1))
+    if choices.data_ranks and len(several) and not several.data_rank.any():
+        raise UserError(_why_no_gradients(several, model, choices))
+    if choices.coded.weights is not None and any(choices.zero1) and len(several) and not several.zero1.any():
+        data, tensor = int(several.data[0]), int(several.tensor[0])
+        raise UserError(sharding_problem(choices, model, data, tensor, True))
+
+
+def _why_no_messages(space: Space, model: ModelConfig, choices: Choices) -> str:
+    """Return why no candidate compresses gradients between stages; the arguments are those of `require_compression`."""
+    columns = zip(*(x.tolist() for x in (space.tensor, space.micro_batch, space.sequence_parallel)))
+    largest = max((message_shape(model, *row) for row in set(columns)), key=math.prod)
+    if choices.coded.backward is not None:
+        return choices.coded.message_problem("backward", largest, model.dtype, choices.min_ratio)
+    n, k = math.prod(largest[:-1]), largest[-1]
+    return _too_large("backward", choices.backward_ranks, f"messages are at most {n} x {k}", (n, k), choices.min_ratio)
+
+
+def _why_no_gradients(space: Space, model: ModelConfig, choices: Choices) -> str:
+    """Return why no candidate compresses gradients over data; the arguments are those of `require_compression`."""
+    coded, meshes = choices.coded, sorted(set(zip(space.tensor.tolist(), space.together.tolist())))
+    if coded.data is not None:
+        tensor, together = meshes[0]
+        return coded.data_problem(compute.kernels(model, tensor), together, choices.min_ratio)
+
+    def useful(matrix: tuple[int, int]) -> int:
+        return largest_rank(*matrix, max(choices.min_ratio, 1e-9))
+
+    def smallest(tensor: int, together: int) -> tuple[int, int]:
+        parts = [coded.part(shape, together, True) for shape in compute.kernels(model, tensor)]
+        return min(((int(n), int(k)) for n, k in parts), key=useful)
+
+    best = max((smallest(*mesh) for mesh in meshes), key=useful)
+    what = f"the smallest matrix of a layer on a device is {best[0]} x {best[1]}"
+    return _too_large("data", choices.data_ranks, what, best, choices.min_ratio)
+
+
+def _too_large(place: str, ranks: tuple[int, ...], what: str, matrix: tuple[int, int], min_ratio: float) -> str:
+    """Return a sentence about ranks that all save too little.
+
+    Args:
+        place: "backward" or "data".
+        ranks: the ranks that are allowed.
+        what: clause that names the matrix.
+        matrix: its rows and columns.
+        min_ratio: factor by which it must become smaller.
+    """
+    largest = largest_rank(*matrix, max(min_ratio, 1e-9))
+    return too_large(f"--{place}_ranks={listed(ranks)}", what, largest, min_ratio)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compress.policy import largest_rank, too_large
+from compress.policy import largest_rank
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig, OuterConfig
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FAMILY, ScheduleSpec, between_ends, code, name_of, names, spec_of
@@ -227,14 +227,14 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         raise UserError(
             f"no mesh fits {cluster.devices} devices, {cluster.devices_per_host} a host: tensor must divide "
             f"{split} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
-            f"data={_listed(choices.data)}, tensor={_listed(choices.tensor)} and pipe={_listed(choices.pipe)}"
+            f"data={listed(choices.data)}, tensor={listed(choices.tensor)} and pipe={listed(choices.pipe)}"
         )
     refused: dict[str, None] = {}
     rows = list(_rows(cluster, model, global_batch, choices, meshes, refused))
     if not rows and refused:
         raise UserError(
-            f"no candidate sends what its codecs take, with data={_listed(choices.data)}, pipe={_listed(choices.pipe)} "
-            f"and micro-batch {_listed(choices.micro_batch)}: {next(iter(refused))}"
+            f"no candidate sends what its codecs take, with data={listed(choices.data)}, pipe={listed(choices.pipe)} "
+            f"and micro-batch {listed(choices.micro_batch)}: {next(iter(refused))}"
         )
     if not rows and any(global_batch % (data * b) == 0 for data, *_ in meshes for b in choices.micro_batch or (1,)):
         raise UserError(
@@ -245,8 +245,8 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         smallest = sorted({data for data, *_ in meshes})
         raise UserError(
             f"a global batch of {global_batch} cannot be split: it must be divisible by data times the micro-batch, "
-            f"and meshes of {cluster.devices} devices have data={_listed(smallest)} with micro-batch "
-            f"{_listed(choices.micro_batch)}; a multiple of {smallest[0] * min(choices.micro_batch or (1,))} would fit"
+            f"and meshes of {cluster.devices} devices have data={listed(smallest)} with micro-batch "
+            f"{listed(choices.micro_batch)}; a multiple of {smallest[0] * min(choices.micro_batch or (1,))} would fit"
         )
     values = {name: np.array(column) for name, column in zip(COLUMNS, zip(*rows))}
     return Space(
@@ -287,7 +287,7 @@ def _rows(
         if not takes(_table_problem(choices, model, together, pipe, tensor)):
             continue
         zero1 = choices.zero1 if together > 1 else choices.zero1[:1]
-        zero1 = tuple(z for z in zero1 if takes(_sharding_problem(choices, model, data, tensor, z)))
+        zero1 = tuple(z for z in zero1 if takes(sharding_problem(choices, model, data, tensor, z)))
         sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
         for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
             m = global_batch // data // micro_batch
@@ -296,7 +296,7 @@ def _rows(
             saves = [s for s in choices.saves if not spec_of(name).splits or s in SPLIT_SAVES]
             by_speed = _uneven_data(choices, cluster, data, m, spec_of(name))
             for sequence in _sequence_parallel(choices, model, tensor):
-                message = _message(model, tensor, micro_batch, sequence)
+                message = message_shape(model, tensor, micro_batch, sequence)
                 if pipe > 1 and not takes(_activations_problem(choices, model, message)):
                     continue
                 policies = _compressions(choices, model, together, pipe, tensor, message)
@@ -317,15 +317,14 @@ def _in_groups(meshes: list[tuple[int, int, int]], choices: Choices) -> list[tup
     if not found:
         sizes = sorted({data for data, *_ in meshes})
         divide = sorted({d for data in sizes for d in divisors(data) if d > 1})
-        would = (
-            f"outer.groups={_listed(divide)} would fit" if divide else "another --data, --pipe or --tensor would fit"
-        )
+        would = f"outer.groups={listed(divide)} would fit" if divide else "another --data, --pipe or --tensor would fit"
         of = f"outer.groups={groups} divides the data axis of no mesh" if groups else "each data rank is a group"
-        raise UserError(f"{of}, and the meshes that may be chosen have data={_listed(sizes)}; {would}")
+        raise UserError(f"{of}, and the meshes that may be chosen have data={listed(sizes)}; {would}")
     return found
 
 
-def _listed(values: Sequence[int]) -> str:
+def listed(values: Sequence[int]) -> str:
+    """Return sizes or ranks as a flag has them; "any" if there are none."""
     return ",".join(map(str, values)) if len(values) else "any"
 
 
@@ -358,7 +357,7 @@ def _uneven_data(choices: Choices, cluster: Cluster, data: int, m: int, spec: Sc
     return choices.uneven_data if differ else (False,)
 
 
-def _message(model: ModelConfig, tensor: int, micro_batch: int, sequence: bool) -> tuple[int, int, int]:
+def message_shape(model: ModelConfig, tensor: int, micro_batch: int, sequence: bool) -> tuple[int, int, int]:
     """Return the shape of a message between stages.
 
     Args:
@@ -390,7 +389,7 @@ def _table_problem(choices: Choices, model: ModelConfig, together: int, pipe: in
     return choices.coded.table_problem((rows, model.hidden), together, pipe, choices.min_ratio)
 
 
-def _sharding_problem(choices: Choices, model: ModelConfig, data: int, tensor: int, zero1: bool) -> str:
+def sharding_problem(choices: Choices, model: ModelConfig, data: int, tensor: int, zero1: bool) -> str:
     """Return why the trainer would refuse the codec of weights, or of what groups exchange, on a mesh; "" if not.
 
     Args:
@@ -439,68 +438,3 @@ def _compressions(
         largest = min(useful(*coded.part(shape, together, True)) for shape in kernels)
         over += [r for r in choices.data_ranks if r <= largest]
     return [(kind, rank, data_rank) for (kind, rank), data_rank in itertools.product(between, over)]
-
-
-def require_compression(space: Space, model: ModelConfig, choices: Choices) -> None:
-    """Require that a candidate compresses each kind of messages that may be, if candidates have such messages.
-
-    Args:
-        space: candidates.
-        model: model to split.
-        choices: what may be compressed; the space has been made of these choices, or of wider ones.
-
-    Raises:
-        UserError: at the ranks, or with the codecs, that are allowed there is none.
-    """
-    several, kinds = space.take(np.flatnonzero(space.pipe > 1)), set(choices.backward) - {"none"}
-    if kinds and len(several) and not several.backward.any():
-        raise UserError(_why_no_messages(several, model, choices))
-    several = space.take(np.flatnonzero(space.together > 1))
-    if choices.data_ranks and len(several) and not several.data_rank.any():
-        raise UserError(_why_no_gradients(several, model, choices))
-    if choices.coded.weights is not None and any(choices.zero1) and len(several) and not several.zero1.any():
-        data, tensor = int(several.data[0]), int(several.tensor[0])
-        raise UserError(_sharding_problem(choices, model, data, tensor, True))
-
-
-def _why_no_messages(space: Space, model: ModelConfig, choices: Choices) -> str:
-    """Return why no candidate compresses gradients between stages; the arguments are those of `require_compression`."""
-    columns = zip(*(x.tolist() for x in (space.tensor, space.micro_batch, space.sequence_parallel)))
-    largest = max((_message(model, *row) for row in set(columns)), key=math.prod)
-    if choices.coded.backward is not None:
-        return choices.coded.message_problem("backward", largest, model.dtype, choices.min_ratio)
-    n, k = math.prod(largest[:-1]), largest[-1]
-    return _too_large("backward", choices.backward_ranks, f"messages are at most {n} x {k}", (n, k), choices.min_ratio)
-
-
-def _why_no_gradients(space: Space, model: ModelConfig, choices: Choices) -> str:
-    """Return why no candidate compresses gradients over data; the arguments are those of `require_compression`."""
-    coded, meshes = choices.coded, sorted(set(zip(space.tensor.tolist(), space.together.tolist())))
-    if coded.data is not None:
-        tensor, together = meshes[0]
-        return coded.data_problem(compute.kernels(model, tensor), together, choices.min_ratio)
-
-    def useful(matrix: tuple[int, int]) -> int:
-        return largest_rank(*matrix, max(choices.min_ratio, 1e-9))
-
-    def smallest(tensor: int, together: int) -> tuple[int, int]:
-        parts = [coded.part(shape, together, True) for shape in compute.kernels(model, tensor)]
-        return min(((int(n), int(k)) for n, k in parts), key=useful)
-
-    best = max((smallest(*mesh) for mesh in meshes), key=useful)
-    what = f"the smallest matrix of a layer on a device is {best[0]} x {best[1]}"
-    return _too_large("data", choices.data_ranks, what, best, choices.min_ratio)
-
-
-def _too_large(place: str, ranks: tuple[int, ...], what: str, matrix: tuple[int, int], min_ratio: float) -> str:
-    """Return a sentence about ranks that all save too little.
-
-    Args:
-        place: "backward" or "data".
-        ranks: the ranks that are allowed.
-        what: clause that names the matrix.
-        matrix: its rows and columns.
-        min_ratio: factor by which it must become smaller.
-    """
-    largest = largest_rank(*matrix, max(min_ratio, 1e-9))
-    return too_large(f"--{place}_ranks={_listed(ranks)}", what, largest, min_ratio)

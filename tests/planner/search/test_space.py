@@ -13,14 +13,8 @@ from paxtrain.schedule.schedules import name_of, names, parts
 from planner.cost.coded import coded
 from planner.cost.sizes import Sizes
 from planner.search.budget import Budget
-from planner.search.space import (
-    BACKWARD,
-    Choices,
-    candidate_of,
-    divisors,
-    enumerate_candidates,
-    require_compression,
-)
+from planner.search.explain import require_compression
+from planner.search.space import BACKWARD, Choices, candidate_of, divisors, enumerate_candidates
 from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
 
