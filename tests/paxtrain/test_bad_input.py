@@ -11,10 +11,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from paxtrain.config import (
-    CheckpointConfig,
-    ModelConfig,
-)
+from paxtrain.config import CheckpointConfig, ModelConfig
 from paxtrain.huggingface import __main__ as huggingface
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import checkpoint, metrics, sampling
@@ -39,7 +36,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def run_main(monkeypatch, capfd):
-    """run_main(module, *flags): what was said on stderr, after checks of exit code and form."""
+    """run_main(words, module, *flags): checks exit code, form, and that what is said on stderr has the words."""
 
     def compiles(_):
         pytest.fail("something is compiled before the input is known to be good")
@@ -48,14 +45,19 @@ def run_main(monkeypatch, capfd):
         monkeypatch.setattr(Trainer, name, property(compiles))
     monkeypatch.setattr(Trainer, "init", compiles)
 
-    def run(module, *arguments):
+    def run(words, module, *arguments):
         assert mains.run(monkeypatch, module, *arguments) == 2
         captured = capfd.readouterr()
         assert captured.out == ""
         check_form(captured.err)
-        return captured.err
+        assert all(word in captured.err for word in words), captured.err
 
     return run
+
+
+def in_home(texts, home):
+    """Return flags or words with the folder of good data and bad files in place of {home}."""
+    return [text.format(home=home) for text in texts]
 
 
 def check_form(said):
@@ -330,9 +332,8 @@ BAD_CONFIGURATION = {
 @pytest.mark.parametrize(("overrides", "words"), BAD_CONFIGURATION.values(), ids=BAD_CONFIGURATION.keys())
 def test_training_with_a_bad_configuration(home, tmp_path, run_main, overrides, words):
     before = files(home)
-    overrides = [f"--config.{override.format(home=home)}" for override in overrides]
-    said = run_main(train, *training(home, tmp_path / "out", *overrides))
-    assert all(word in said for word in words), said
+    overrides = [f"--config.{override}" for override in in_home(overrides, home)]
+    run_main(words, train, *training(home, tmp_path / "out", *overrides))
     assert not (tmp_path / "out").exists()
     assert files(home) == before
 
@@ -376,16 +377,14 @@ BAD_FLAGS = {
 
 @pytest.mark.parametrize(("given", "words"), BAD_FLAGS.values(), ids=BAD_FLAGS.keys())
 def test_training_with_bad_flags(home, tmp_path, run_main, given, words):
-    given = [flag.format(home=home) for flag in given]
-    said = run_main(train, *training(home, tmp_path / "out", *given))
-    assert all(word in said for word in words), said
+    run_main(words, train, *training(home, tmp_path / "out", *in_home(given, home)))
     assert not (tmp_path / "out").exists()
 
 
 def test_configuration_files_without_overrides(home, run_main):
     """Without them nothing looks into it while flags are parsed."""
-    assert "nowhere.py" in run_main(train, "--config=nowhere.py")
-    assert "get_config() must return a ConfigDict" in run_main(train, f"--config={home / 'none.py'}")
+    run_main(["nowhere.py"], train, "--config=nowhere.py")
+    run_main(["get_config() must return a ConfigDict"], train, f"--config={home / 'none.py'}")
 
 
 def test_a_checkpoint_of_another_architecture_is_left_alone(home, tmp_path, run_main):
@@ -393,8 +392,7 @@ def test_a_checkpoint_of_another_architecture_is_left_alone(home, tmp_path, run_
     with checkpoint.Checkpoints(tmp_path / sampling.CHECKPOINTS, CheckpointConfig()) as checkpoints:
         checkpoints.save(7, {"params": {"w": jnp.arange(8.0)}}, {"model": architecture, "step": 7})
     before = files(tmp_path)
-    said = run_main(train, *training(home, tmp_path))
-    assert all(word in said for word in ("another model", "hidden", "64", "128", "layers", "6", "4")), said
+    run_main(("another model", "hidden", "64", "128", "layers", "6", "4"), train, *training(home, tmp_path))
     assert before.items() <= files(tmp_path).items()
 
 
@@ -416,8 +414,7 @@ def files(directory):
     ],
 )
 def test_sampling(home, run_main, given, words):
-    said = run_main(sample, *(flag.format(home=home) for flag in given))
-    assert all(word.format(home=home) in said for word in words), said
+    run_main(in_home(words, home), sample, *in_home(given, home))
 
 
 @pytest.mark.parametrize(
@@ -435,8 +432,7 @@ def test_sampling(home, run_main, given, words):
 )
 def test_preparing(home, tmp_path, run_main, given, words):
     out = [] if any(flag.startswith("--out") for flag in given) else [f"--out={tmp_path / 'out'}"]
-    said = run_main(prepare, *out, *(flag.format(home=home) for flag in given))
-    assert all(word in said for word in words), said
+    run_main(words, prepare, *out, *in_home(given, home))
     assert not list((tmp_path / "out").glob("*")), "nothing is left by halves"
 
 
@@ -457,8 +453,7 @@ def test_preparing(home, tmp_path, run_main, given, words):
     ],
 )
 def test_models_of_hugging_face(home, run_main, given, words):
-    said = run_main(huggingface, *(flag.format(home=home) for flag in given))
-    assert all(word.format(home=home) in said for word in words), said
+    run_main(in_home(words, home), huggingface, *in_home(given, home))
     assert not (home / "hf").exists()
 
 
@@ -478,8 +473,7 @@ def test_comparing_runs(home, tmp_path, run_main, given, words):
         for step in (1, 2):
             writer.write(step, {"loss": 1.0})
     defaults = [f"--runs={home / 'run'}"] * bool(given) + [f"--out={tmp_path / 'out.png'}"]
-    said = run_main(compare, *defaults, *(flag.format(home=home) for flag in given))
-    assert all(word.format(home=home) in said for word in words), said
+    run_main(in_home(words, home), compare, *defaults, *in_home(given, home))
 
 
 def test_commands_leave_with_2(home, tmp_path):
