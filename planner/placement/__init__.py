@@ -4,7 +4,8 @@
     exact.py anneal.py    all placements, if there are few; simulated annealing over the others
     climb.py              exchanges of hosts, racks and groups, until none makes a placement better
     surrogate.py          quick times of pipelines, for placements that are only looked at
-    bounds.py gain.py     a lower bound over all placements; the gain of one over another
+    bounds.py least.py    a lower bound over all placements; the least that their messages and collectives take
+    gain.py               the gain of one placement over another
     spared.py             links on which a plan that has its placement need not compress
     rules.py              the rules of AMP and Pipette, to compare with
 

@@ -6,7 +6,8 @@ the number of hosts, G the tensor groups per host, and D the number of data rank
     rings      A data ring that does not fit into a host leaves each host that it touches once. So there is a least
                value of k, the largest number of rings on any host, and flows share the NICs accordingly. All possible
                k are tried. If every host carries the same number of rings, their links hold a permutation of the
-               hosts. Its slowest link is at least the bottleneck of the best assignment. In any case every host must
+               hosts. Its slowest link is at least the bottleneck of the best assignment, without pairs of hosts that
+               send to each other if each host has one ring, over three hosts or more. In any case every host must
                be left and entered. The slowest ring is put on the stage where it does the least harm.
     all-to-all What the reduction is over gloo. If the D ranks of a stage do not fit into a host, each host sends to
                ceil((D-G)/G) others at least, with flows for D-G ranks.
@@ -14,10 +15,13 @@ the number of hosts, G the tensor groups per host, and D the number of data rank
                H ceil(G/k) - D messages leave hosts. If each host sends and receives one message, the assignment
                problem bounds their total time. If hosts send more, each host's fastest links and the convexity of NIC
                sharing bound it.
+    cycles     If each host has one group, a pipeline's messages there and back and the exchange between its ends go
+               over the links of a cycle through its hosts. So the links of all pipelines touch each host twice. The
+               fractional 2-matching of these links bounds what messages and exchanges take in total.
     pipeline   The step is a maximum of sums, hence convex in the hops' times, and the slowest of the D pipelines
                counts. So the step is at least that of a pipeline whose hops take the mean over D, and the sum of these
-               means is bounded by "hops". Sums along critical paths give linear cuts of the step as a function of the
-               hops. The least values of these cuts on that set are linear programs.
+               means is bounded by "hops" and "cycles". Sums along critical paths give linear cuts of the step as a
+               function of the hops. The least values of these cuts on that set are linear programs.
     devices    Each stage runs on the fastest kind of device. In addition, the groups of a slow kind must lie on some
                stages.
     groups     Groups of data ranks that train apart have rings of their own, and the step is that of the slowest group.
@@ -25,7 +29,6 @@ the number of hosts, G the tensor groups per host, and D the number of data rank
                exchange between groups takes its bytes on the fastest link.
 """
 
-import bisect
 import copy
 import dataclasses
 import itertools
@@ -36,8 +39,9 @@ from typing import Any
 import numpy as np
 
 from planner.cost import outer
-from planner.cost.link_seconds import IN_TURN, DataLinks, Fabric, LinkSeconds
+from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds
 from planner.cost.step_time import Problem
+from planner.placement.least import MANY, CaseLinks, all_hops, all_to_all, bottleneck, case_links, cycles
 
 Array = np.ndarray
 
@@ -46,49 +50,6 @@ _STEP = 1e-3  # change of a hop's time, as a share of it, in the differences tha
 _CUTS = 4  # linear cuts of the pipeline's time in each case
 _WORST = 8  # most stages for which the slowest ring is tried on each stage
 _SUBSETS = 64  # most sets of stages that are tried for slow devices
-
-
-@dataclasses.dataclass(frozen=True)
-class _CaseLinks:
-    """The links of a fabric, as a candidate uses them.
-
-    Attributes:
-        alpha: [H, H] seconds of latency between hosts; inf on the diagonal.
-        per_byte: [H, H] seconds per byte between hosts; inf on the diagonal.
-        inside_alpha: [H] seconds of latency inside each host.
-        inside_per_byte: [H] seconds per byte inside each host.
-        tensor: flows that a tensor group sends at once.
-        nics: flows that a host sends at full speed.
-        rails: whether each device uses its own rail's NIC, so that groups need not share one.
-        fan_out: hosts with which a host exchanges data at once at full speed.
-    """
-
-    alpha: Array
-    per_byte: Array
-    inside_alpha: Array
-    inside_per_byte: Array
-    tensor: int
-    nics: int
-    rails: bool
-    fan_out: float
-
-    def share(self, groups: Array | float) -> Array:
-        """Return the least factor by which flows slow down if `groups` groups of a host send at once."""
-        groups = np.minimum(groups, 1) if self.rails else groups
-        return np.maximum(np.asarray(groups, float) * self.tensor / self.nics, 1.0)
-
-    def across(self, size: float, groups: int = 1) -> Array:
-        """Return seconds [H, H] of a message between hosts while `groups` groups of the sender send; 0: one flow."""
-        return self.alpha + size * self.per_byte * self.share(groups)
-
-    def exchange(self, size: float) -> Array:
-        """Return seconds [H, H] of two messages between hosts at once, one each way, with one group at either end."""
-        one = self.across(size)
-        return np.maximum(one, one.T)
-
-    def inside(self, size: float) -> float:
-        """Return the seconds of a message inside the fastest host."""
-        return float((self.inside_alpha + size * self.inside_per_byte).min())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,33 +69,7 @@ class _Case:
     stages: int
 
 
-def bottleneck(cost: Array) -> float:
-    """Return the least value that the largest element of a permutation of a square matrix can have."""
-    from scipy import sparse  # here, since many plans need neither: it takes a good part of a second
-    from scipy.sparse import csgraph
-
-    def permutes(most: float) -> bool:
-        return bool((csgraph.maximum_bipartite_matching(sparse.csr_array(cost <= most)) >= 0).all())
-
-    values = np.unique(cost[np.isfinite(cost)])
-    return float(values[bisect.bisect_left(values, True, key=permutes)])
-
-
-def _links(problem: Problem, fabric: Fabric) -> _CaseLinks:
-    apart = ~np.eye(len(fabric.alpha), dtype=bool)
-    return _CaseLinks(
-        np.where(apart, fabric.alpha, np.inf),
-        np.where(apart, fabric.per_byte, np.inf),
-        np.diagonal(fabric.alpha),
-        np.diagonal(fabric.per_byte),
-        problem.candidate.tensor,
-        fabric.nics,
-        fabric.rails is not None,
-        fabric.fan_out,
-    )
-
-
-def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
+def _cases(problem: Problem, links: CaseLinks, slots: int) -> Iterator[_Case]:
     """Yield cases that together cover all placements."""
     c, hosts = problem.candidate, len(links.inside_alpha)
     ranks, rings, most = c.together, c.apart * c.pipe, min(slots, c.pipe)
@@ -155,74 +90,15 @@ def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
         return
     touched = rings * -(-ranks // slots)  # least number of pairs of a ring and a host that it touches
     every = max(links.per_byte.min(axis=0).max(), links.per_byte.min(axis=1).max()) * links.share(1)
-    assigned = None
     for k in range(-(-touched // hosts), min(slots, rings) + 1):
         least = fastest * links.share(k)
-        if k == 1 or k * hosts == touched:
-            if assigned is None:
-                # A ring over two hosts uses both directions of their link.
-                both = rings * 2 == touched == k * hosts
-                assigned = bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte)
-            yield _Case(alpha, float(least), float(assigned * links.share(k)), min(k, c.pipe))
-        if k * hosts != touched and k > 1:
+        if k * hosts == touched:
+            # A ring over two hosts uses both directions of their link, and a ring over more hosts at most one.
+            both, one_way = rings * 2 == touched, k == 1 and ranks > 2 * slots
+            slowest = bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte, one_way)
+            yield _Case(alpha, float(least), float(slowest * links.share(k)), min(k, c.pipe))
+        else:
             yield _Case(alpha, float(fastest * links.share(1)), float(max(every, least)), min(k, c.pipe))
-
-
-def _all_to_all(links: _CaseLinks, ranks: int, slots: int) -> tuple[float, float, float]:
-    """Return the least that all-to-alls over data take: seconds of latency, and per byte of every and of the slowest.
-
-    Seconds per byte are those of a rank's whole array.
-
-    Args:
-        links: links of the fabric.
-        ranks: data ranks D, at least 2.
-        slots: tensor groups per host.
-    """
-    inside = links.inside_per_byte.min()
-    if len(links.inside_alpha) == 1:
-        return float(links.inside_alpha.min()), float(inside) / ranks, float(inside) / ranks
-    if ranks <= slots:
-        least = float(min(inside, links.per_byte.min() * links.share(1))) / ranks
-        return float(min(links.alpha.min(), links.inside_alpha.min())), least, least
-    others = -(-(ranks - slots) // slots)  # hosts, at least, with which every host exchanges data
-    share = max(IN_TURN * float(links.share(1)), float(links.share((ranks - slots) / links.fan_out)))
-    needed = [np.partition(links.per_byte, others - 1, axis=axis).take(others - 1, axis).max() for axis in (0, 1)]
-    return float(links.alpha.min()), float(links.per_byte.min()) * share / ranks, float(max(needed)) * share / ranks
-
-
-def _all_hops(links: _CaseLinks, size: float, slots: int, crossing: int, count: int) -> float:
-    """Return the least total seconds of the hops of one direction.
-
-    Args:
-        links: links of the fabric.
-        size: bytes of a message.
-        slots: tensor groups per host.
-        crossing: least number of messages that go between hosts.
-        count: number of messages.
-    """
-    each = links.across(size)
-    rest = (count - crossing) * min(links.inside(size), float(each.min()))
-    if not crossing:
-        return rest
-    if slots == 1:
-        # The padding holds rows and columns without cost, for the hosts that send or receive no message.
-        from scipy.optimize import linear_sum_assignment
-
-        hosts = len(each)
-        spare = hosts - crossing
-        padded = np.zeros((hosts + spare,) * 2)
-        padded[:hosts, :hosts] = np.where(np.isfinite(each), each, 1e9)
-        padded[hosts:, hosts:] = 1e9
-        rows, columns = linear_sum_assignment(padded)
-        return rest + float(padded[rows, columns].sum())
-    # The n-th group of a host that sends adds n share(n) - (n-1) share(n-1) to the host's total, which grows with n.
-    n = np.arange(1, slots + 1)
-    adds = n * links.share(n) - (n - 1) * links.share(n - 1)
-    totals = []
-    for axis in (0, 1):
-        marginal = links.alpha.min() + size * links.per_byte.min(axis=axis)[:, None] * adds
-        totals.append(np.partition(marginal.ravel(), crossing - 1)[:crossing].sum())
-    return rest + float(max(totals))
 
 
 def _fastest_kind(problem: Problem) -> Problem:
@@ -262,7 +138,7 @@ class _Bound:
     def __init__(self, problem: Problem, fabric: Fabric) -> None:
         c = problem.candidate
         self.problem, self.pipe = _fastest_kind(problem), c.pipe
-        self.links = _links(problem, fabric)
+        self.links = case_links(problem, fabric)
         self.hosts = len(fabric.alpha)
         self.slots = c.groups // self.hosts
         self.worst = c.pipe if c.pipe <= _WORST else 1
@@ -309,7 +185,7 @@ class _Bound:
         """Return the seconds of messages, a row for each point of `hops` and each stage of the slowest ring."""
         c, p = self.problem.candidate, self.pipe
         batch = len(hops["activation"])
-        share, apart = self.problem.swapped, c.apart > 1
+        apart = c.apart > 1
 
         def over_data(least: float, worst: float) -> Array:
             per_byte = np.full((self.worst, p), least)
@@ -320,7 +196,7 @@ class _Bound:
         turn = (c.together - 1) / c.together
         scatter = (case.latency, turn * case.per_byte, turn * case.worst)
         if c.together > 1 and not self.rings:
-            scatter = _all_to_all(self.links, c.together, self.slots)
+            scatter = all_to_all(self.links, c.together, self.slots)
 
         zero = np.zeros((batch, p))
         # Of groups of data ranks nothing is known here.
@@ -332,14 +208,18 @@ class _Bound:
             ring_per_byte=over_data(case.per_byte, case.worst),
             scatter_latency=np.full((batch * self.worst, p), scatter[0]),
             scatter_per_byte=over_data(*scatter[1:]),
-            swap=np.full(batch * self.worst, self.swap(case, share) if self.problem.swaps else 0.0),
+            swap=np.repeat(hops["swap"][:, 0], self.worst),
             inside=free,
             between=free,
         )
 
     def flat_hops(self, case: _Case, batch: int = 1) -> dict[str, Array]:
-        """Return seconds [batch, P] of each message, by name, with every message as fast as any can be."""
-        found = {}
+        """Return seconds [batch, P] of each message, by name, with every message as fast as any can be.
+
+        Those of "swap" are [batch, 1], of the exchange between the first and the last stage.
+        """
+        swap = self.swap(case, self.problem.swapped) if self.problem.swaps else 0.0
+        found = {"swap": np.full((batch, 1), swap)}
         for name, size in self.sizes.items():
             found[name] = np.full((batch, self.pipe), self.hop(case, size))
             found[name][:, self.wraps[name]] = self.least(case, size, 1)
@@ -385,29 +265,33 @@ class _Bound:
         crossing = max(self.hosts * -(-self.slots // chain) - c.data, c.data * (-(-p // chain) - 1), 0)
         spare = {}  # seconds that a mean pipeline's hops together take beyond their least, by name
         for name, size in self.sizes.items():
-            together = _all_hops(self.links, size, self.slots, crossing, c.data * (p - 1)) / c.data
+            together = all_hops(self.links, size, self.slots, crossing, c.data * (p - 1)) / c.data
             spare[name] = max(together - (p - 1) * self.hop(case, size), 0.0)
+        free = {name: [s for s in range(p) if s != self.wraps[name]] for name in self.sizes}
+        if self.problem.swaps:
+            spare["swap"], free["swap"] = 0.0, [0]
+        if self.slots == 1 and self.hosts <= MANY:
+            every = cycles(self.links, self.sizes, self.problem.swapped * self.problem.swaps, c.data) / c.data
+            least = sum(base[name][0, free[name]].sum() + spare[name] for name in free)
+            spare["any"] = max(every - least, 0.0)
         if not any(spare.values()):
             return found
-        names, free = list(self.sizes), {name: [s for s in range(p) if s != self.wraps[name]] for name in self.sizes}
         rng, points = np.random.default_rng(0), []
         for _ in range(_CUTS):
             # The point is uneven: if two paths took equally long, differences would count the hops of neither.
-            at = {}
-            for name in names:
-                weights = rng.dirichlet(np.full(p - 1, 50.0))
-                at[name] = base[name].copy()
-                at[name][0, free[name]] += weights * spare[name]
+            at = {name: x.copy() for name, x in base.items()}
+            for name in self.sizes:
+                at[name][0, free[name]] += rng.dirichlet(np.full(p - 1, 50.0)) * spare[name]
             points.append(at)
         around = [self._around(at, free) for at in points]
-        values = self.totals([case], [{name: np.concatenate([x[name] for x in around]) for name in names}])
+        values = self.totals([case], [{name: np.concatenate([x[name] for x in around]) for name in base}])
         for at, some in zip(points, np.split(values, _CUTS)):
             found = np.maximum(found, self._cut(some, at, base, spare, free))
         return found
 
     def _around(self, at: dict[str, Array], free: dict[str, list]) -> dict[str, Array]:
         """Return a point [1, P] of hops, by name, and the points with one hop a little longer and a little shorter."""
-        moved = [(name, s) for name in at for s in free[name]]
+        moved = [(name, s) for name in free for s in free[name]]
         points = {name: np.repeat(x, 2 * len(moved) + 1, axis=0) for name, x in at.items()}
         for i, (name, s) in enumerate(moved):
             points[name][2 * i + 1, s] += _STEP * at[name][0, s]
@@ -428,20 +312,21 @@ class _Bound:
             values: [points, W] steps in seconds at the point and around it.
             at: [1, P] seconds of each message at the point, by name.
             base: [1, P] least seconds of each message, by name.
-            spare: seconds that the hops together take beyond `base`, by name.
+            spare: seconds that the hops together take beyond `base`, by name; "any": that all of them take besides.
             free: stages whose entries are hops of the pipeline, by name.
         """
-        moved = [(name, s) for name in at for s in free[name]]
+        moved = [(name, s) for name in free for s in free[name]]
         steps = np.array([_STEP * at[name][0, s] for name, s in moved])
         up, down = (values[1::2] - values[0]) / steps[:, None], (values[0] - values[2::2]) / steps[:, None]
         counts = np.round(up)
         # A convex function with equal slopes on both sides is straight between them. These are then one path's counts.
         sound = (np.abs(up - counts) < 1e-3).all(axis=0) & (np.abs(down - counts) < 1e-3).all(axis=0)
         cut = values[0].copy()
+        for (name, s), count in zip(moved, counts):
+            cut += count * (base[name] - at[name])[0, s]
         for name, extra in spare.items():
-            own = [i for i, (other, _) in enumerate(moved) if other == name]
-            offset = (base[name] - at[name])[0, free[name]]
-            cut += (counts[own] * offset[:, None]).sum(axis=0) + extra * counts[own].min(axis=0)
+            own = [i for i, (other, _) in enumerate(moved) if name in (other, "any")]
+            cut += extra * counts[own].min(axis=0)
         return np.where(sound, cut, 0.0)
 
     def lower(self) -> float:

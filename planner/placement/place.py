@@ -120,7 +120,7 @@ def place(
         least = sorted(value for value, _ in ends)
         # With racks two annealings may end at the same local optimum.
         agree = len(least) > 1 + bool(one.rack.max()) and least[1] <= least[0] * (1 + _AGREE)
-        if agree or least[0] <= max(one.enough, one.bound * (1 + _AGREE)):
+        if agree or least[0] <= one.enough:
             break
     last = [min(ends, key=lambda end: end[0])[1], *([] if start is None else [start])]
     return one.better(last, "layout" if started and len(ends) == 1 else "annealed", evaluations)
