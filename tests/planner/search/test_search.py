@@ -161,6 +161,7 @@ def test_the_plan_is_the_candidate_on_its_hosts():
     assert config.stage_layers == found.candidate.counts
     assert config.micro_batches == found.candidate.micro_batches
     assert config.compress.error == "explicit"
+    assert step.compressed.any()
     assert config.compress.data.stages_of(4) == tuple(np.flatnonzero(step.compressed[0]).tolist())
     devices = np.array(plan.device_order).reshape(2, 4, 2)
     np.testing.assert_array_equal(devices // 4, np.broadcast_to(found.placement.hosts[..., None], (2, 4, 2)))
