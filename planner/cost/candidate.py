@@ -42,7 +42,7 @@ class Candidate:
         uneven_data: the search gives faster data ranks more micro-batches.
         data_micro_batches: micro-batches of each data rank, if they differ; otherwise ().
         outer: groups of data ranks that train apart.
-        outer_ratio: factor by which a matrix must shrink to be compressed between groups.
+        min_ratio: factor by which a matrix must shrink to be compressed over data or between groups.
     """
 
     data: int
@@ -67,7 +67,7 @@ class Candidate:
     uneven_data: bool = False
     data_micro_batches: tuple[int, ...] = ()
     outer: OuterConfig = NO_GROUPS
-    outer_ratio: float = 2.0
+    min_ratio: float = 2.0
 
     @functools.cached_property
     def apart(self) -> int:
@@ -80,9 +80,9 @@ class Candidate:
         return self.data // self.apart
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields as JSON values; those of groups, and scan_layers, only if they are not the default."""
-        unused: tuple[str, ...] = () if self.outer.every else ("outer", "outer_ratio")
-        unused += ("scan_layers",) if self.scan_layers == "auto" else ()
+        """Return the fields as JSON values; some only if they are not the default."""
+        unused = {name for name in ("scan_layers", "min_ratio") if getattr(self, name) == getattr(Candidate, name)}
+        unused |= set() if self.outer.every else {"outer"}
         keys = {"data_micro_batches": "ranks"}  # the key that plan.json has for them
         return {keys.get(name, name): value for name, value in dataclasses.asdict(self).items() if name not in unused}
 

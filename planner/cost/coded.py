@@ -243,7 +243,7 @@ class Coded:
         assert self.weights is not None
         return _message(self.weights, _weights_part(shape, members), dtype)[0]
 
-    def takes(self, shape: tuple[int, int], members: int, zero1: bool, min_ratio: float) -> bool:
+    def takes(self, shape: tuple[int, int], members: int, zero1: bool, min_ratio: float, rank: int = 0) -> bool:
         """Return whether a matrix is compressed over data.
 
         Args:
@@ -251,7 +251,10 @@ class Coded:
             members: number of data ranks.
             zero1: whether a rank keeps a part of the mean only.
             min_ratio: factor by which the matrix must become smaller.
+            rank: rank of the factors, if it is low rank that compresses.
         """
+        if self.data is None:
+            return rank <= largest_rank(*map(int, self.part(shape, members, zero1)), max(min_ratio, 1e-9))
         return _takes(self._reducer(members), shape, members, zero1, min_ratio)
 
     def exchanges(self, shape: tuple[int, int], members: int, zero1: bool) -> tuple[CodecExchange, ...]:

@@ -85,8 +85,8 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
     small, work = (_coded if c.coded.data is not None else _low_rank)(sizes, links, slowest)
     if links.inside is not None:
         small = small + _inside_groups(sizes, links.inside)
-    if links.inside is not None or c.coded.data is not None:  # what no factors travel with
-        small = small + reduced(c.slots * sizes.rest)
+    if sizes.beside:
+        small = small + reduced(c.slots * sizes.beside)
     return Reductions(dense, small, work, edge)
 
 
@@ -98,7 +98,7 @@ def _inside_groups(sizes: Sizes, links: DataLinks) -> Array:
         links: seconds of collectives inside groups.
     """
     c = sizes.candidate
-    numbers = c.slots * sizes.kernel_parameters
+    numbers = c.slots * sizes.compressed_parameters
     seconds = links.scatter_latency + numbers * costs.ITEM[c.reduce_dtype] * links.scatter_per_byte
     if c.zero1:
         return seconds
@@ -115,13 +115,26 @@ def _low_rank(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, 
         slowest: seconds [batch, P] of a pass over a byte.
     """
     c, over = sizes.candidate, links.compressed
-    matrices = c.slots * len(sizes.kernels)
     # In groups the passes are over a rank's part. Two more cut gradients and one sums them, as Hierarchical says.
     passes = POWER_PASSES if c.inside == 1 else 3 + POWER_PASSES / c.inside
-    work = passes * sizes.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
+    work = _work(sizes, passes, POWER_LAUNCHES, slowest)
     members = c.together // c.inside
     turn = (members - 1) / members * over.ring_per_byte
     return 2 * (2 * over.ring_latency + sizes.factor_bytes * turn), work  # two all-reduces, one for either factor
+
+
+def _work(sizes: Sizes, passes: float, launches: int, slowest: Array) -> Array:
+    """Return the seconds [batch, P] of the work on a stage's compressed gradients.
+
+    Args:
+        sizes: the candidate's.
+        passes: passes over the gradients, with those in no kernel.
+        launches: kernels for each matrix.
+        slowest: seconds [batch, P] of a pass over a byte.
+    """
+    numbers = sizes.compressed_parameters + sizes.rest
+    matrices = len(sizes.compressed_kernels)
+    return sizes.candidate.slots * (passes * numbers * MASTER * slowest + matrices * launches * costs.LAUNCH)
 
 
 def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Array]:
@@ -134,14 +147,12 @@ def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Arr
     """
     c, over = sizes.candidate, links.compressed
     sent: dict[str, CodecExchange] = {}
-    for shape in sizes.kernels:
+    for shape in sizes.compressed_kernels:
         for kind, size, number in c.coded.exchanges(shape, c.together, c.zero1):
             before = sent.get(kind, CodecExchange(kind, 0.0, 0))
             # Arrays share collectives.
             sent[kind] = CodecExchange(kind, before.bytes + size * c.slots, max(before.number, number))
-    passes, launches = c.coded.reduction_passes(c.together)
-    matrices = c.slots * len(sizes.kernels)
-    work = passes * sizes.layer_parameters * MASTER * slowest + matrices * launches * costs.LAUNCH
+    work = _work(sizes, *c.coded.reduction_passes(c.together), slowest)
     return _seconds(sent.values(), over, c.together // c.inside), work
 
 

@@ -61,7 +61,7 @@ def sent(sizes: Sizes) -> list[tuple[float, int]]:
         through, taken = 0.0, 0
         for shape in costs.kernels(model, c.tensor) if c.coded.outer is not None else ():
             own = part(shape, c.together, c.zero1)
-            if c.coded.outer_takes(own, c.apart, c.outer_ratio):
+            if c.coded.outer_takes(own, c.apart, c.min_ratio):
                 taken += count * own[0] * own[1]
                 through += count * sum(x.bytes for x in c.coded.outer_exchanges(own, c.apart))
         dense = held / (c.together if c.zero1 else 1) - taken

@@ -75,7 +75,7 @@ def candidate_of_config(config: Config) -> Candidate:
         coded=coded(compress, config.model.tied_head),
         data_micro_batches=config.rank_micro_batches if config.uneven else (),
         outer=config.outer,
-        outer_ratio=compress.min_ratio,
+        min_ratio=compress.min_ratio,
     )
 
 

@@ -71,6 +71,29 @@ class Sizes:
         return costs.layer_parameters(self.model, self.candidate.tensor) - self.kernel_parameters
 
     @functools.cached_property
+    def compressed_kernels(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of the kernels that are compressed over data: those that become small enough."""
+        c = self.candidate
+        if not c.data_rank or c.together == 1:
+            return ()
+        return tuple(x for x in self.kernels if c.coded.takes(x, c.together, c.zero1, c.min_ratio, c.data_rank))
+
+    @property
+    def compressed_parameters(self) -> int:
+        """Parameters of these kernels."""
+        return sum(n * k for n, k in self.compressed_kernels)
+
+    @property
+    def beside(self) -> int:
+        """Parameters of a layer on one device that no compressed gradients travel with.
+
+        What is in no kernel goes with low rank's factors, unless there are groups.
+        """
+        c = self.candidate
+        alone = self.rest if c.inside > 1 or c.coded.data is not None else 0
+        return self.kernel_parameters - self.compressed_parameters + alone
+
+    @functools.cached_property
     def embedding_parameters(self) -> int:
         """Parameters of the embedding on one device of the first stage."""
         return costs.embedding_parameters(self.model, self.candidate.tensor, self.candidate.pipe)
@@ -95,12 +118,12 @@ class Sizes:
 
     @functools.cached_property
     def factor_bytes(self) -> int:
-        """Bytes of a stage's gradients over data, as factors or, for what is not compressed, as they are.
+        """Bytes of a stage's gradients over data, as factors or, for what is in no kernel, as they are.
 
         In groups of data ranks they are those between groups, where only factors travel.
         """
         c = self.candidate
-        parts = [c.coded.part(shape, c.together, c.zero1) for shape in self.kernels]
+        parts = [c.coded.part(shape, c.together, c.zero1) for shape in self.compressed_kernels]
         factors = sum(c.data_rank * int(n + k) for n, k in parts)
         rest = self.rest if c.inside == 1 else 0
         return c.slots * (factors * MASTER + rest * costs.ITEM[c.reduce_dtype])

@@ -54,6 +54,7 @@ class Shape:
         backward_rank: rank of compressed gradients between stages, 0 if they are not compressed.
         forward_rank: rank of compressed activations between stages, or 0.
         data_rank: rank of compressed gradients over data, or 0.
+        data_rank_min: lowest rank that a run chooses over data; 0: it keeps to data_rank.
         error: error feedback of messages, as a place in ("none", "explicit", "lazy").
         sequence_parallel: activations between the split matrices are sharded over tensor.
         overlap: transfers run beside compute, as on GPUs.
@@ -81,6 +82,7 @@ class Shape:
     backward_rank: PerCandidate = 0
     forward_rank: PerCandidate = 0
     data_rank: PerCandidate = 0
+    data_rank_min: PerCandidate = 0
     error: PerCandidate = 2
     sequence_parallel: PerCandidate = 0
     overlap: PerCandidate = 1
@@ -146,6 +148,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         backward_rank=max(ranks, default=0),
         forward_rank=compress.forward.rank if compress.forward.chosen != "none" else 0,
         data_rank=compress.data.rank if compress.data.over(mesh.data) != "none" else 0,
+        data_rank_min=compress.data.rank_min if compress.data.adapt_every else 0,
         error=_ERRORS.index(compress.error),
         sequence_parallel=int(mesh.sequence_parallel),
         overlap=int(capability > (0, 0)),
@@ -298,7 +301,9 @@ def _codec_state(shape: Shape) -> PerCandidate:
         rows, columns = shape.coded.part(whole, np.asarray(shape.data), np.asarray(shape.zero1) == 1)
         # As compress.powersgd.largest_rank has it.
         smaller = rows * columns / (rows + columns) / max(shape.min_ratio, 1e-9)
-        useful = (rank > 0) & (rank <= np.minimum(np.minimum(rows, columns), smaller))
+        # A kernel has a state if it shrinks enough at the lowest rank.
+        lowest = np.where(np.asarray(shape.data_rank_min) > 0, shape.data_rank_min, rank)
+        useful = (rank > 0) & (lowest <= np.minimum(np.minimum(rows, columns), smaller))
         total = total + useful * shape.slots * chunks * _ACCUMULATOR * (rows * columns + columns * rank)
     return total
 

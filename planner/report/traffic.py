@@ -122,8 +122,7 @@ def _reduce(report: Report, ranks: Array, around: Add, among: Add) -> None:
             (among if kind == "all-to-all" else around)(what, members, arrays * size)
 
     # What travels as it is: all on stages that compress nothing, else what no factors travel with.
-    beside = c.slots * problem.rest if c.inside > 1 or c.coded.data is not None else 0
-    as_is = np.where(compressed, beside, problem.layer_parameters)
+    as_is = np.where(compressed, c.slots * problem.beside, problem.layer_parameters)
     table = problem.embedding_parameters * problem.meets
     as_is = as_is + (0 if c.compresses_embedding else table)
     if c.zero1:
@@ -136,7 +135,7 @@ def _reduce(report: Report, ranks: Array, around: Add, among: Add) -> None:
         return
     sets = ranks.reshape(c.apart, c.pipe, -1, c.inside)
     if c.inside > 1:
-        inside, kernels = np.moveaxis(sets, 1, 2), compressed * c.slots * problem.kernel_parameters
+        inside, kernels = np.moveaxis(sets, 1, 2), compressed * c.slots * problem.compressed_parameters
         scatter(inside, kernels)
         if not c.zero1:
             turn(inside, kernels, MASTER)
@@ -144,7 +143,7 @@ def _reduce(report: Report, ranks: Array, around: Add, among: Add) -> None:
     if c.coded.data is None:  # two all-reduces, one for either factor
         turn(between, compressed * problem.factor_bytes, 1, times=2)
         return
-    for shape in problem.kernels:
+    for shape in problem.compressed_kernels:
         coded(between, c.coded.exchanges(shape, c.together, c.zero1), compressed * c.slots)
 
 

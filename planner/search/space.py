@@ -166,14 +166,13 @@ def candidate_of(space: Space, i: int, counts: tuple[int, ...], choices: Choices
         choices: choices that the space was made of, for what all candidates have in common.
     """
     chosen = {name: column.value(getattr(space, name)[i].item()) for name, column in COLUMNS.items()}
-    ratio = choices.min_ratio if choices.outer.every else Candidate.outer_ratio
     return Candidate(
         **chosen,
         scan_layers=choices.scan_layers,
         coded=choices.coded,
         counts=counts,
         outer=choices.outer,
-        outer_ratio=ratio,
+        min_ratio=choices.min_ratio,
     )
 
 

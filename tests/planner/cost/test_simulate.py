@@ -1,7 +1,9 @@
 """A simulated configuration is the candidate that the search would evaluate."""
 
 import dataclasses
+import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -9,6 +11,8 @@ import compress
 import paxtrain
 import planner
 from compress.codecs.quantised import QuantisedBlocks
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
 from planner.cost.candidate import host_order
 from planner.cost.link_seconds import fabric, paths
 from planner.cost.simulate import candidate_of_config, ideal_step
@@ -160,6 +164,27 @@ def test_low_rank_between_groups_is_of_a_ranks_part():
     shapes = ((64, 192), (64, 64), (64, 256), (256, 64))
     assert problems[0].factor_bytes == 4 * sum(4 * (n + k) for n, k in shapes) * 4 + rest
     assert problems[1].factor_bytes == 4 * sum(4 * (n // 2 + k) for n, k in shapes) * 4
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_kernels_that_would_not_shrink_enough_are_reduced_as_they_are(zero1):
+    """The trainer says which kernels these are. Links have 25 GB/s and 10 us, and a kernel starts in 5 us."""
+    low = {"compress.data.stages": "all", "compress.data.rank": 4, "compress.min_ratio": 10.0}
+    config = paxtrain.load_config("tiny", SMALL | low | {"mesh.data": 4, "mesh.pipe": 1, "mesh.zero1": zero1})
+    compression = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:4])).compression
+    shapes = {path: (shape[0], math.prod(shape[1:])) for path, shape in compression.kernels.items()}
+    taken = [shapes.pop(path) for path in compression.compressed_kernels(4)]
+    assert sorted(taken) == [(64, 192), (64, 256), (256, 64)] and list(shapes.values()) == [(64, 64)]
+    problem, layers = Problem(cluster(4, 1, seed=None), config.model, candidate_of_config(config)), 8
+    links = problem.links(problem.paths(fabric(problem.cluster), np.arange(4).reshape(1, 4, 1)))
+    _, small, work, _ = problem.reductions(links, np.zeros((1, 4, 1), int))
+    latency, per_byte = 3 * 1e-5, 3 / 4 / 25e9  # of a turn of four ranks
+    vectors = 192 + 64 + 256 + 64 + 4 * 64  # biases of kernels, and of two norms scales and biases
+    factors = latency + layers * (sum(4 * (n + k) for n, k in taken) + vectors) * 4 * per_byte
+    dense = latency + layers * 64 * 64 * 4 * per_byte
+    np.testing.assert_allclose(small, 2 * (factors + latency) + (1 if zero1 else 2) * dense, rtol=1e-12)
+    passes = 7 * 4 * (sum(n * k for n, k in taken) + vectors) * problem.pass_per_byte[0]
+    np.testing.assert_allclose(work, layers * (passes + 3 * 12 * 5e-6), rtol=1e-12)
 
 
 GROUPS = {"mesh.data": 4, "mesh.pipe": 2, "outer.groups": 2, "outer.every": 10}

@@ -186,6 +186,7 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         {"compress": {"data": {"stages": "all", "rank": 16}, "min_ratio": 2.5}},
         {"compress": {"data": {"stages": "all", "rank": 40}, "min_ratio": 1.0}},
         {"compress": {"data": {"stages": "all", "rank": 96}, "min_ratio": 0.0}},
+        {"compress": {"data": {"stages": "all", "rank": 40, "rank_min": 4, "adapt_every": 10}, "min_ratio": 1.0}},
         {"compress": {"data": {"codec": "int4", "options": {"block": 1000}}, "min_ratio": 7.0}},
         {"compress": {"embedding": {"codec": "int4", "options": {"block": 1000}}, "min_ratio": 7.0}},
         {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "outer": {"every": 10, "groups": 2}},

@@ -159,6 +159,10 @@ CODED = {
         (LOW_RANK, {"data": 2, "pipe": 4}, 0.7),
         (CODED, {"data": 2, "pipe": 4, "zero1": True}, 0.6),
         (LOW_RANK | {"data_inside": 2}, {"data": 4, "pipe": 2}, 0.8),
+        # A kernel of 64 x 64 would not shrink enough, and those of other shapes do.
+        ({"data_stages": "all", "data_rank": 4, "min_ratio": 10.0}, {"data": 2, "pipe": 4}, 0.8),
+        ({"data_stages": "all", "data_rank": 4, "data_inside": 2, "min_ratio": 6.0}, {"data": 4, "pipe": 2}, 0.9),
+        ({"data_codec": "int4", "data_options": {"block": 1000}, "min_ratio": 7.0}, {"data": 2, "pipe": 4}, 0.9),
     ],
 )
 def test_compressed_bytes_are_those_that_the_trainers_step_asks_for(compress, mesh, fewer):
@@ -171,7 +175,7 @@ def test_compressed_bytes_are_those_that_the_trainers_step_asks_for(compress, me
         "run": {"steps": 2},
     }
     whole = {}
-    for name, chosen in (("dense", {}), ("compressed", compress | {"data_start": 0.0, "min_ratio": 1.5})):
+    for name, chosen in (("dense", {}), ("compressed", {"data_start": 0.0, "min_ratio": 1.5} | compress)):
         config = from_dict(sections | {"compress": nested(chosen)})
         trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:8]))
         asked = probe.wire_bytes(trainer)
