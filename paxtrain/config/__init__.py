@@ -8,7 +8,7 @@
     plan.py                                      a plan, which sets mesh, pipeline, batch, compression and groups
     checks.py                                    helpers of the sections' checks, which are in their __post_init__
 
-May import `paxtrain.schedule`, and `paxtrain.errors` as everything may.
+May import `paxtrain.schedule`.
 """
 
 from paxtrain.config.compress import CompressConfig

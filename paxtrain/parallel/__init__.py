@@ -12,5 +12,5 @@
     optimizer.py muon.py         the update
     compiler_options.py          XLA's options for the step
 
-May import `compress` and the rooms below it: `config`, `model`, `pipeline`, `process`.
+May import `compress` and the rooms below it: `config`, `schedule`, `model`, `pipeline`, `process`.
 """

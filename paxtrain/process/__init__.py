@@ -8,5 +8,5 @@
     compilation_cache.py         when jax's cache of compiled programs is not used
     jax_private.py               the private names of jax in use, each with its reason
 
-May import nothing of the project except `paxtrain.errors`.
+May import no other room.
 """

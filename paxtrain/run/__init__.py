@@ -9,6 +9,6 @@
     metrics.py report.py plots.py        metrics, tables, figures
     sampling.py                          text from a checkpoint
 
-May import the rooms of the step (`config`, `model`, `pipeline`, `schedule`, `parallel`), `data`, `process`,
+May import the rooms of the step (`config`, `model`, `pipeline`, `schedule`, `parallel`), `outer`, `data`, `process`,
 `profiling`, `devices` and `xla`.
 """

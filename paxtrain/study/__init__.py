@@ -11,5 +11,5 @@
     propagation.py          lazy error propagation, with it and without
     report.py plots.py      the page, its CSV files and its figures
 
-May import every other room of `paxtrain`.
+May import every other room of `paxtrain` except `huggingface`.
 """

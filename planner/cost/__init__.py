@@ -13,5 +13,6 @@
     simulate.py             one configuration on one cluster
     closed_forms.py         Pipette's and AMP's estimates, for comparison
 
-May import `planner.cluster` and `planner.pipeline`, and `compress` within functions: it imports jax.
+May import `planner.cluster`, `planner.pipeline`, `paxtrain.config` and `paxtrain.schedule`, and `compress` within
+functions: it imports jax.
 """

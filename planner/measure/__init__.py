@@ -9,5 +9,5 @@
     profile_compute.py compute_timing.py        compute
     options.py flags.py                         options; the flags of the mains that measure
 
-May import `cluster` and `cost`.
+May import `cluster` and `cost`, and of `paxtrain` the trainer, whose parts it times.
 """

@@ -4,5 +4,5 @@
     compiled.py                 exact bytes, by the compiler
     labels.py                   main that makes data/, the compiler's bytes from which the margin follows
 
-May import `planner.cost` of the planner.
+May import `cost`, and of `paxtrain` the trainer, which it compiles.
 """

@@ -9,5 +9,5 @@
     spared.py             links on which a plan that has its placement need not compress
     rules.py              the rules of AMP and Pipette, to compare with
 
-May import `planner.cluster` and `planner.cost`.
+May import `cluster`, `pipeline` and `cost`.
 """

@@ -6,5 +6,5 @@
     traffic.py groups.py            bytes by where they go; what groups that train apart exchange
     drawings.py gantt.py svg.py     the page's figures
 
-May import `cluster`, `cost` and `search`, and of `paxtrain.study` the file of a probe.
+May import `cluster`, `pipeline`, `cost` and `search`, and of `paxtrain.study` the file of a probe.
 """

@@ -5,5 +5,5 @@
     environment.py     the record of each start
     run_record.py      the record of what a run measured beside its plan's prediction
 
-May import `measure`, `fit` and `planning`.
+May import `measure`, `fit`, `planning` and what `planning` may import.
 """
