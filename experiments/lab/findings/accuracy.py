@@ -8,10 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.lab.findings.pairs import FORMS, SOURCE, Pair, Scores, errors, grouped, pairs, score, short_names
-from experiments.lab.laboratory import summary
 from experiments.lab.page import figures
 from experiments.lab.page.section import Drawing, Section, Target, lab, listed, percent, rank, signed, span, table
-from experiments.lab.records import Records
 from paxtrain.run import plots
 
 TITLE = "Predicted against measured step time"
@@ -190,20 +188,6 @@ def _repeats(found: list[Pair]) -> str:
     the worst."""
 
 
-def _again(folder: pathlib.Path) -> tuple[str, ...]:
-    """Return a note if the predictions are not those of the measuring run."""
-    lines = [line for line in Records(folder / SOURCE) if "first_predicted" in line]
-    if not lines:
-        return ()
-    first = np.array([line["first_predicted"] / summary(line["seconds"])["median"] for line in lines])
-    return (
-        f"""The predictions of step times on this page are newer than the measurements. The predictions of the
-        measuring run had a MAPE of {percent(float(np.abs(first - 1).mean()))} here. They were computed again from the
-        same profiles, after the planner's model gained the transfers on CPUs that docs/cost.md describes.
-        Placements and plans had been chosen before.""",
-    )
-
-
 def section(folder: pathlib.Path) -> Section:
     """Return the scores of all forms: pooled, by scenario and by plan."""
     if not (found := pairs(folder)):
@@ -211,13 +195,11 @@ def section(folder: pathlib.Path) -> Section:
     forms = {form: Form(found, form) for form in FORMS}
     blocks = (
         _repeats(found),
-        *_again(folder),
         """Top-1 regret is the measured time of the pair with the best prediction over the best measured time, minus
-        1, within a scenario: the loss of a user who trusts the prediction. **A rank correlation over all pairs together
-        flatters the model**, because nobody chooses among scenarios.""",
-        """The order of pairs that are equally fast is noise. So Somers' D compares two pairs only if their medians
-        differ by more than both spreads together. It is the share of these comparisons whose order is predicted, less
-        the share of those predicted the other way round: 0.95 means that 39 of 40 are right.""",
+        1, within a scenario. **A rank correlation over all pairs together flatters the model**, because nobody chooses
+        among scenarios. Somers' D compares two pairs only if their medians differ by more than both spreads together.
+        It is the share of these comparisons whose order is predicted, less the share of those predicted the other way
+        round.""",
         _scores(forms),
         _scenarios(found, forms),
         Drawing("predicted", "Predicted against measured step times of all pairs, by scenario.", _draw(found, forms)),

@@ -74,8 +74,7 @@ def _words(records: Records, lines: list[dict]) -> str:
     each place. Links are then set so that communication takes a given share of a dense step, by the planner's
     prediction, and profiled. From both the planner chooses codecs within a budget of {percent(experiment.BUDGET)} loss,
     on mesh {"x".join(map(str, split.mesh))} with {split.schedule}; {repeats} repeats. All else is as in the section on
-    compression, except that the embedding is synchronised fused. A dense step on links without limits bounds the
-    speed-up that less communication can bring."""
+    compression, except that the embedding is synchronised fused."""
     if seeds:
         words += f""" Losses are validation losses after {trained[0]["validation"][-1][0]} steps against dense with the
         same seed: mean and standard error over {seeds} seeds, none of which the probe has seen."""

@@ -183,7 +183,7 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     bits, with error feedback; "{experiment.GRADIENTS}" rounds those between stages so, too, and "{experiment.TABLE}"
     the embedding's. "Captured" is the share that a kind removes of the time that links cost a dense step. The links
     are set so that communication takes a given share of a dense step, by the planner's prediction. {where} for 8.3B
-    parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures. {_predicted(paper)} "Bytes" are those
+    parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures. "Bytes" are those
     that all devices send between hosts in a step, of a dense step's, counted in the compiled program."""
     return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward.rank'], all_['backward.rank'])}"
 
@@ -213,14 +213,6 @@ def _stages(selected: str, pipe: int) -> str:
     return "all" if selected.count(",") == pipe - 1 else f"stages {selected}"
 
 
-def _predicted(paper: dict | None) -> str:
-    if not paper or not paper.get("predicted"):
-        return ""
-    said = ", ".join(f"{factor(gain)} of {kind}" for kind, gain in paper["predicted"].items())
-    return f"""For that setting itself the planner, which knows neither FE nor compressed activations, predicts
-    speed-ups of {said}."""
-
-
 def _most(paper: dict) -> str:
     """Return the speed-up if nothing had to travel."""
     if "unlimited" not in paper:
@@ -235,19 +227,6 @@ def _trained(line: dict, paper: dict | None) -> dict[str, str]:
     if paper and line.get("selected", paper["selected"]) != paper["selected"]:
         names[PAPER] = f"{PAPER} of stages {line['selected']}"
     return names
-
-
-def _quickest(times: dict[str, dict[str, float]], curves: dict[str, losses.Curve]) -> str:
-    """Return the largest speed-up among the kinds with almost no cost in loss."""
-    near = {kind for kind, curve in curves.items() if kind != DENSE and curve.last <= losses.NEAR * curves[DENSE].last}
-    within = f"within {losses.NEAR - 1:.0%} of dense's loss after equal steps, or below it"
-    best = {
-        links: max((each[DENSE] / each[kind], kind) for kind in near & each.keys())
-        for links, each in times.items()
-        if near & each.keys()
-    }
-    said = ", ".join(f"{factor(gain)} at {links} ({kind})" for links, (gain, kind) in best.items())
-    return f"Of the kinds that are {within}, the quickest are: {said}." if best else f"No kind is {within}."
 
 
 def _times(lines: list[dict], free: list[float] | None, wire: dict[str, dict[str, float]]) -> str:
@@ -328,7 +307,6 @@ def section(folder: pathlib.Path) -> Section:
         blocks += [
             *losses.blocks(curves, times, DENSE, COLORS),
             *filter(None, [_seeds(cost)]),
-            _quickest(times, curves),
         ]
     targets = (faster, close, _captured(lines, paper, cost))
     return Section(TITLE, lab("compression"), (SOURCE,), targets, tuple(blocks))

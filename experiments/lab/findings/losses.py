@@ -12,9 +12,9 @@ from paxtrain.run import plots
 
 NEAR = 1.01  # of the dense run's last loss
 WORDS = """Validation losses do not depend on the links, so every kind was trained once, from the same state and on the
-same samples. **Time here is steps times the median seconds of a step**, not a clock. Losses are compared after equal
-steps, and after the time at which the first run ends. "Sooner" is the factor by which a kind comes within 1% of dense's
-last loss in less time than dense does. There is one seed, so differences of a few tenths of a percent mean little."""
+same samples, with one seed. **Time here is steps times the median seconds of a step**, not a clock. Losses are compared
+after equal steps, and after the time at which the first run ends. "Sooner" is the factor by which a kind comes within
+1% of dense's last loss in less time than dense does."""
 
 
 def signed(x: float) -> str:

@@ -89,7 +89,7 @@ def _setting(lines: list[dict]) -> str:
     of 1F1B, as the planner predicts for that setting on 200 Gbit/s. The planner's rule chooses the stages of SC:
     {chosen}. {repeats} repeats; losses are not compared. The head is as long as a layer, of which a stage has one;
     there it is less than a tenth of a stage. "Takes off" is what CB, then FE, then SC takes off the step before it, as
-    a share of a dense step; "its bytes" is what the bytes that it removes take if nothing hides them."""
+    a share of a dense step; "its bytes" is what the bytes that it removes take."""
 
 
 def _traffic() -> str:
@@ -131,7 +131,7 @@ def _reason(lines: list[dict]) -> str:
     candidate = experiment.programs("1f1b", "all")[DENSE].candidate
     m, p = candidate.micro_batches, candidate.pipe
     return f"""The reason is in the bytes. CB compresses {p - 1} of {m} gradients that the first stage gets, and fewer
-    on the other links, because those before the drain are to hide under compute. FE changes a table that is
+    on the other links. FE changes a table that is
     {percent(there.shares.embedding)} of the bytes. SC has the gradients over data, {percent(there.shares.data)}. On
     CPUs the gradients that CB leaves as they are are not hidden; on GPUs they are. {_planner()}"""
 

@@ -178,9 +178,9 @@ def _words(records: Records, lines: list[Line]) -> str:
     the same batches of {split.global_batch} sequences in micro-batches of {split.micro_batch}, with the same optimizer.
     PyTorch's keeps all that a backward needs, ours what save={saves} says. Eight hosts have
     {percent(experiment.SHARE)} of a core each and compute for real; {repeats} repeats. A cell has a step with its
-    spread, and its time over PyTorch's. Bytes are those of the links' own counters, with headers. Compute is the
-    processor time of all hosts' processes together. The optimizer is replicated, except with ZeRO-1. With int8 and with
-    rank {experiment.RANK} all messages between stages and all gradients over data are compressed."""
+    spread, and its time over PyTorch's. Bytes are those of the links' counters, compute is the processor time of all
+    hosts together. With int8 and with rank {experiment.RANK} all messages between stages and all gradients over data
+    are compressed."""
 
 
 def section(folder: pathlib.Path) -> Section:

@@ -13,8 +13,7 @@ from experiments.lab.records import ENVIRONMENTS, TIMES, Records
 
 TITLE, SOURCE = "What was run, on what", f"{ENVIRONMENTS}.jsonl"
 LINKS = """**Links.** Every host is a network namespace. Every pair of hosts has a separate link (veth), and each
-direction of a link has a token bucket (tc tbf) that sets the rate of TCP payload. Messages are those of jax's own
-collectives, over gloo and TCP."""
+direction of a link has a token bucket (tc tbf) that sets the rate of TCP payload."""
 
 
 def _devices() -> str:
@@ -22,10 +21,10 @@ def _devices() -> str:
     return f"""**Devices.** Every host is a process on this machine's cores, and the speed of its devices is emulated.
     Forward, backward and loss are really computed, then the process sleeps until {1e3 * device.LAYER:g} ms are over for
     F of a layer on {device.TOKENS} tokens, {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and
-    {1e3 * device.HEAD:g} ms for the loss (with two devices on a host, for compression, six times as long). Everything
-    else takes its real time. The model is a GPT over bytes of {model["layers"]} layers ({other.layers} for
-    compression), width {model["hidden"]} ({other.hidden} for compression), sequence {model["sequence"]}, in
-    {model["dtype"]}. A plan's name has the sizes of its axes, data x pipe x tensor, and its schedule."""
+    {1e3 * device.HEAD:g} ms for the loss (with two devices on a host, for compression, six times as long). The model is
+    a GPT over bytes of {model["layers"]} layers ({other.layers} for compression), width {model["hidden"]}
+    ({other.hidden} for compression), sequence {model["sequence"]}, in {model["dtype"]}. A plan's name has the sizes of
+    its axes, data x pipe x tensor, and its schedule."""
 
 
 def _machines(folder: pathlib.Path) -> str:

@@ -37,21 +37,17 @@ PARTS = (
     *(schedules, joint, growth, peer, faults),
 )
 INTRODUCTION = """This page says how well the planner predicts and how much placement and compression gain, on clusters
-that are made of one machine. Each section names the command that makes it and its records.
-`python -m experiments.lab.page.results` writes the page again from `docs/results/records`. Times are medians over
-repeats, taken in turn. A spread is half the distance between the quartiles. A speed-up's spread is that of the single
-repeats, paired as they were taken. A target that was missed has **no** in the last column."""
+that are made of one machine. Each section names its records and the flag of `python -m experiments.lab` that makes
+them. Times are medians over repeats, taken in turn. A spread is half the distance between the quartiles. A speed-up's
+spread is that of the single repeats, paired as they were taken."""
 CAVEATS = (
     """**Devices are emulated**, except beside PyTorch, at a speed set in `experiments/lab/device.py`. The figures do
     not show how fast a GPU is, nor compute that varies.""",
     """**The CPU backend waits for what it receives.** Transfers that overlap with compute on GPUs do not overlap
     here. The simulator's blocking model is tested; its overlapping model is only shown.""",
-    """**One machine.** All hosts share its cores, its memory and its clock. There are no switches, no other traffic
-    and almost no latency.""",
-    """**A small model.** Its messages take as long on these links as large messages do on fast links, but the fixed
-    cost of a message weighs more.""",
-    """**A reduce-scatter is an all-to-all here**, with the sum behind it, because gloo's own is wrong now and then
-    (docs/compression.md). The planner predicts that form.""",
+    """**One machine.** All hosts share its cores and its clock. There are no switches and almost no latency.""",
+    """**A small model.** The fixed cost of a message weighs more than with large messages on fast links.""",
+    """**A reduce-scatter is an all-to-all here**, because gloo's own is wrong now and then (docs/compression.md).""",
     """**One seed** of rates, placements and training. The spread is taken over repeats within one run.""",
 )
 
@@ -81,12 +77,13 @@ def _not_run(sections: list[Section]) -> Iterator[str]:
 def _blocks(section: Section, folder: str) -> Iterator[str]:
     sources = ", ".join(f"`{source}`" for source in section.sources)
     yield f"## {section.title}"
-    yield _filled(f"Made by `{section.command}`; raw records: {sources}.")
+    made = f"({sources}, by `{section.command.removeprefix('python -m experiments.lab ')}`.)"
     for block in section.blocks or ("Not run yet.",):
         if isinstance(block, Drawing):
             yield f"![{block.name}]({folder}/{block.name}.png)\n{_filled(block.caption)}"
         else:
-            yield block if block.startswith("|") else _filled(block)
+            yield block if block.startswith("|") else _filled(f"{block} {made}".rstrip())
+            made = ""
 
 
 def folder(page: pathlib.Path) -> pathlib.Path:
@@ -103,7 +100,8 @@ def write(records: pathlib.Path, page: pathlib.Path) -> None:
         drawing.figure.savefig(beside / f"{drawing.name}.png")
     text = [
         "# Results on the test cluster",
-        "    make lab        # measures all of it, as root",
+        "    make lab        # measures all of it, as root\n"
+        "    .venv/bin/python -m experiments.lab.page.results     # writes this page again from docs/results/records",
         _filled(INTRODUCTION),
         _targets([target for section in sections for target in section.targets]),
         "## What these figures cannot say",

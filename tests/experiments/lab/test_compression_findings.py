@@ -40,7 +40,6 @@ def test_compression_against_dense(tmp_path):
         "1.43x (communication takes 40% of a dense step; without limits of links 1.43x, as measured; spread 0.0"
     )
     assert judged(section, compression.FASTER).met
-    assert "predicts\n    speed-ups of 1.01x of CB, 1.12x of CB+SC." in section.blocks[0]
     # All stages, which are chosen at 70%, cost too much loss.
     best = "100.0% ± 17.5% at 40% (CB+FE+SC), 66.7% ± 11.7% at 70% (CB+FE)"
     assert judged(section, compression.CAPTURED).seen == f"66.7% ({best})"
@@ -50,9 +49,6 @@ def test_compression_against_dense(tmp_path):
     assert judged(section, compression.CLOSE).met
     said = "as measured, the links therefore take 30% where 40% was predicted, 30% where 70% was predicted."
     assert said in " ".join(section.blocks[0].split())
-    # "everything" is quicker still, and so are all stages at 70%, but not as good.
-    said = "1.43x at 40% (50 Mbit/s) (CB+FE+SC), 1.25x at 70% (12 Mbit/s) (CB+FE)."
-    assert section.blocks[-1].endswith(f"the quickest are: {said}")
     assert "by the planner's rule and prediction: stages 0,1 at 40%, all at 70%." in " ".join(section.blocks[0].split())
     # The stages chosen at 70% were trained by themselves, and are not compared at 40%.
     first, other = [cells for cells in rows(section) if cells[0].startswith("CB+FE+SC")][-2:]

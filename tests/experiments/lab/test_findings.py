@@ -170,16 +170,6 @@ def test_slow_links_are_judged_by_the_worse_of_both_scenarios(tmp_path):
     assert (regret.seen, regret.met) == ("0.0% (two_sites 0.0% and ten_gbe 0.0%)", True)
 
 
-def test_predictions_that_were_made_again_are_told(tmp_path):
-    said = lambda: [block for block in accuracy.section(tmp_path).blocks if "computed again" in str(block)]  # noqa: E731
-    add_pair(tmp_path, "a", "x", "planned", [0, 1], [1.0])
-    assert not said()
-    add_pair(tmp_path, "a", "x", "planned", [0, 1], [1.0], predicted=1.1, first_predicted=1.3)
-    add_pair(tmp_path, "a", "x", "worst", [1, 0], [2.0], predicted=1.9, first_predicted=1.8)
-    [text] = said()
-    assert "MAPE of 20.0%" in " ".join(text.split())
-
-
 def test_a_placement_that_was_chosen_twice_is_one_pair(tmp_path):
     add_pair(tmp_path, "a", "x", "planned", [0, 1], [1.0, 1.0, 1.2])
     add_pair(tmp_path, "a", "x", "host order", [0, 1], [1.4, 1.4])
