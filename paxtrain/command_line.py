@@ -138,7 +138,7 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
         fail(error)
     except OSError as error:
         reason = str(error).splitlines()[-1].strip()
-        fail(UserError(f"cannot load the configuration file ({reason}); name one such as configs/tiny.py"))
+        fail(UserError(f"cannot load the configuration file ({reason}); name one such as configs/tiny.py or tiny"))
     except (AttributeError, KeyError) as error:
         fail(UserError(f"no such configuration key: {error.args[0]}; write --config.section.key=value"))
     except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:

@@ -133,7 +133,7 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config
         source = pathlib.Path(path).read_bytes()
     except OSError as error:
         raise UserError(
-            f"cannot load the configuration {path} ({error}); name a file such as configs/tiny.py"
+            f"cannot load the configuration {path} ({error}); name a file such as configs/tiny.py, or tiny"
         ) from error
     found: dict[str, Any] = {"__file__": path, "__name__": "config"}
     with errors_of(path):
