@@ -1,7 +1,7 @@
 """Devices of a given speed: F, B and the loss are computed for real, and then take at least a given time.
 
 Hosts that share two cores stretch each other's compute, and a quota evens that out only where compute is long beside
-the scheduler's tick (docs/design.md has the figures). A GPU leaves its host's cores alone while it computes, and so
+the scheduler's tick (docs/notes.md has a figure). A GPU leaves its host's cores alone while it computes, and so
 does this device: what is left of an op's time it sleeps. Everything else, above all what crosses the links, takes the
 time that it takes. A model has to be small enough that its real compute fits into that time with all hosts at once.
 
