@@ -299,12 +299,12 @@ def right(
         following = warm_start(fitted, first.astype(jnp.float32)).astype(q.dtype)
         return _half(fitted, factors, old, active), jnp.where(active, following, q)
     interpret = implementation == "interpret"
-    fitted = thin.fit(s, g, _RIDGE, interpret=interpret)
+    fit = thin.fit(s, g, _RIDGE, interpret=interpret)
     if factors == "int8":
-        half = _half(fitted.w, factors, old, active)
-        return half, thin.right(fitted, first, q, _MIX, active=active, interpret=interpret)[0]
+        half = _half(fit.w, factors, old, active)
+        return half, thin.right(fit, first, q, _MIX, active=active, interpret=interpret)[0]
     dtype = jnp.dtype(factors)
-    q, sent, kept = thin.right(fitted, first, q, _MIX, dtype=dtype, old=old, active=active, interpret=interpret)
+    q, sent, kept = thin.right(fit, first, q, _MIX, dtype=dtype, old=old, active=active, interpret=interpret)
     assert sent is not None, "a dtype sends w"
     wire = Factor(sent)
     return Half(wire, dequantise(wire), kept), q

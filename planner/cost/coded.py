@@ -254,7 +254,8 @@ class Coded:
             rank: rank of the factors, if it is low rank that compresses.
         """
         if self.data is None:
-            return rank <= largest_rank(*map(int, self.part(shape, members, zero1)), max(min_ratio, 1e-9))
+            rows, columns = self.part(shape, members, zero1)
+            return rank <= largest_rank(int(rows), int(columns), max(min_ratio, 1e-9))
         return _takes(self._reducer(members), shape, members, zero1, min_ratio)
 
     def exchanges(self, shape: tuple[int, int], members: int, zero1: bool) -> tuple[CodecExchange, ...]:

@@ -5,6 +5,7 @@ Nothing here knows a schedule; `bounds.py` makes step times of these.
 
 import bisect
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -162,7 +163,7 @@ def all_hops(links: CaseLinks, size: float, slots: int, crossing: int, count: in
     return rest + float(max(totals))
 
 
-def cycles(links: CaseLinks, sizes: dict[str, float], swapped: float, pipelines: int) -> float:
+def cycles(links: CaseLinks, sizes: Mapping[str, float], swapped: float, pipelines: int) -> float:
     """Return the least total seconds of all hops and of the exchanges between ends, with one group on each host.
 
     Args:
