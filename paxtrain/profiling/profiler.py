@@ -18,7 +18,7 @@ from paxtrain import files
 from paxtrain.config import Config
 from paxtrain.errors import UserError
 from paxtrain.process import distributed
-from paxtrain.profiling import breakdown, timeline
+from paxtrain.profiling import breakdown
 from paxtrain.profiling.trace import READ, STEP
 
 FOLDER = "profile"
@@ -129,6 +129,8 @@ class Profiler:
         text = compiled.as_text()
         assert text is not None
         traced = breakdown.load(self.folder, text, self._mesh)
+        from paxtrain.profiling import timeline  # here, since matplotlib takes half a second of every start
+
         timeline.write(self.folder / TIMELINE, traced, self._mesh)
         timeline.draw(traced, self._mesh).savefig(self.folder / PICTURE)
         seconds, hidden = breakdown.by_stage(breakdown.shares(traced, len(self.steps)), self._mesh)

@@ -14,7 +14,7 @@ from paxtrain.outer.trainer import GroupedTrainer
 from paxtrain.parallel.step import TrainState
 from paxtrain.profiling import terms
 from paxtrain.profiling.profiler import Profiler
-from paxtrain.run import checkpoint, metrics, plots, report, sampling
+from paxtrain.run import checkpoint, metrics, report, sampling
 from paxtrain.run.loop import Loop
 from paxtrain.run.prepared import PreparedRun
 from paxtrain.tables import size, table
@@ -101,6 +101,8 @@ class Run(PreparedRun):
                     self._record(writer, done, validation)
             self.save(checkpoints, state, done)
             if self.primary:
+                from paxtrain.run import plots  # here, since matplotlib takes half a second of every start
+
                 plots.plot_losses(self.out / metrics.FILE, self.out / LOSSES)
         result = dataclasses.replace(self._result(state, untrained, validation, speed), comparison=comparison)
         if result.finished:

@@ -17,7 +17,7 @@ References:
 """
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 Array = np.ndarray
 
@@ -61,7 +61,7 @@ def _noise(logs: Array, count: Array) -> tuple[Array, float]:
     several = count > 1
     own[several] = np.nanvar(logs[:, several], axis=0, ddof=1)
     free = count[several] - 1
-    usual = float(np.median(own[several] / (stats.chi2.ppf(0.5, free) / free)))
+    usual = float(np.median(own[several] / (special.chdtri(free, 0.5) / free)))
     return np.maximum(own, usual) / count, usual
 
 
