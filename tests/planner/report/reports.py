@@ -14,12 +14,15 @@ from tests.planner.examples import MODEL, cluster
 
 
 def made_report(
-    micro_batches: int = 16, schedule: str = "eager_1f1b", pipe: int = 4, **changes: Any
+    micro_batches: int = 16, schedule: str = "eager_1f1b", pipe: int = 2, tensor: int = 4, **changes: Any
 ) -> contents.Report:
-    """Return a report on four plans for four hosts of four devices; `changes` replace its attributes."""
+    """Return a report on four plans for four hosts of four devices; `changes` replace its attributes.
+
+    A tensor group fills a host, so placements are few.
+    """
     some = changes.get("cluster") or cluster(4, 4)
     choices = Choices(
-        tensor=(2,),
+        tensor=(tensor,),
         pipe=(pipe,),
         micro_batch=(1,),
         schedules=(schedule,),
@@ -28,7 +31,7 @@ def made_report(
         backward=("epilogue",),
         virtual_stages=(2,),
     )
-    batch = some.devices // (2 * pipe) * micro_batches
+    batch = some.devices // (tensor * pipe) * micro_batches
     search = Search(some, MODEL, batch, choices, Budget(margin=False), Options(top=4, placed=1))
     outcome = search.run()
     chosen = outcome.ranked[0]

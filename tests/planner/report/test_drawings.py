@@ -11,11 +11,16 @@ import pytest
 
 from planner.pipeline.rows import Table
 from planner.pipeline.simulator import Seconds
-from planner.report import drawings, gantt, svg
-from tests.planner.examples import placements
+from planner.report import contents, drawings, gantt, svg
+from tests.planner.examples import cluster, placements
 from tests.planner.report.reports import made_report
 
 EXAMPLE = Seconds(forward=np.full((1, 4), 1.0), backward=np.full((1, 4), 2.0), activation=0.5, gradient=0.5)
+
+
+@pytest.fixture(scope="module")
+def made() -> contents.Report:
+    return made_report()
 
 
 def total(bars: list[gantt.Bar], stage: int, *kinds: str) -> float:
@@ -99,7 +104,8 @@ def test_scrap_is_not_taken_for_work():
 
 
 def test_leaving_the_middle_out_changes_nothing_else(monkeypatch):
-    made = made_report(micro_batches=64, schedule="1f1b")  # whose rows repeat exactly from early on
+    alike = cluster(8, 4, seed=None)
+    made = made_report(micro_batches=64, schedule="1f1b", pipe=4, cluster=alike)  # rows repeat exactly from early on
     whole = gantt.activity(made)
     monkeypatch.setattr(gantt, "_MOST_OPS", 100)
     part = gantt.activity(made)
@@ -122,8 +128,7 @@ def test_leaving_the_middle_out_changes_nothing_else(monkeypatch):
     assert (early | np.isclose(shifts, part.left_out)).all() and 0 < early.sum() < len(shifts)
 
 
-def test_the_step_ends_with_its_reduction_and_the_optimizer():
-    made = made_report()
+def test_the_step_ends_with_its_reduction_and_the_optimizer(made):
     work = gantt.activity(made)
     assert max(s.end for s in work.bars) == pytest.approx(made.step.total[0])
     for stage in range(made.chosen.candidate.pipe):
@@ -164,8 +169,7 @@ def test_placed_order_lists_each_host_once_by_its_first_place():
     assert drawings.placed_order(hosts).tolist() == [2, 0, 3, 1]
 
 
-def test_heat_maps_hold_the_bandwidths():
-    made = made_report()
+def test_heat_maps_hold_the_bandwidths(made):
     images = [e for e in ET.fromstring(drawings.links(made)[0]).iter() if e.tag == "image"]
     before = pixels(images[0])
     size = len(made.cluster.hosts)
@@ -179,9 +183,9 @@ def test_heat_maps_hold_the_bandwidths():
     np.testing.assert_array_equal(pixels(images[1]), before[np.ix_(order, order)])
 
 
-def test_large_clusters_are_drawn_in_blocks(monkeypatch):
+def test_large_clusters_are_drawn_in_blocks(made, monkeypatch):
     monkeypatch.setattr(drawings, "_MOST_CELLS", 2)
-    drawn, words = drawings.links(made_report())
+    drawn, words = drawings.links(made)
     assert "mean over 2 x 2" in words
     image = next(e for e in ET.fromstring(drawn).iter() if e.tag == "image")
     assert pixels(image).shape[:2] == (2, 2)
