@@ -88,7 +88,9 @@ def test_equal_hosts_are_exchanged_for_nothing():
     assert best_of(made, links, few) == best_of(made, links, all_)
 
 
-@pytest.mark.parametrize(("data", "pipe"), [(2, 3), (3, 2), (1, 6)])
+@pytest.mark.parametrize(
+    ("data", "pipe"), [(2, 3), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((3, 2), (1, 6)))]
+)
 def test_where_links_are_alike_and_only_a_trunk_is_shared_the_best_of_all_placements_is_found(data, pipe):
     """Three hosts share an uplink, so placements differ; without the trunk any would be as good as any other."""
     nodes = cluster(6, 1, seed=None, trunks=[{"hosts": ["host0", "host3", "host4"], "bandwidth": 2e9}])
