@@ -109,18 +109,19 @@ def test_a_change_of_the_network_is_one_of_its_trunks_too():
 def test_a_plan_is_kept_only_where_it_fits_into_other_devices():
     """V100s have no flash attention, so a plan that keeps all residuals needs several times as much on them."""
     fixed = dataclasses.replace(
-        OPTIONS, data=(2,), pipe=(8,), tensor=(1,), micro_batch=(8,), saves=("residuals", "dots"), schedules=("gpipe",)
+        OPTIONS, data=(1,), pipe=(4,), tensor=(1,), micro_batch=(8,), saves=("residuals", "dots"), schedules=("gpipe",)
     )
-    some = cluster(4, 4)
-    today = plan_sections(values(), some, dataclasses.replace(fixed, saves=("residuals",)))
-    made = what_if.what_ifs(values(), some, fixed, today, ["devices v100", "devices h100"])
+    some, given = cluster(4, 1), values()
+    given["batch"]["global_batch"] = 16
+    today = plan_sections(given, some, dataclasses.replace(fixed, saves=("residuals",)))
+    made = what_if.what_ifs(given, some, fixed, today, ["devices v100", "devices h100"])
     other, alike = made.report.what_ifs
     assert today.report.chosen.memory < 16e9 * OPTIONS.usable_memory  # on A100s it needs less than a V100 has
     assert other.kept is None and alike.kept is not None
 
 
 def test_a_quicker_network_helps_and_a_lost_host_hurts():
-    some = cluster(4, 4)
+    some = cluster(4, 1)
     today = plan_sections(values(), some, OPTIONS)
     made = what_if.what_ifs(values(), some, OPTIONS, today, ["network x 8", "one host less", "network x 1"])
     quick, fewer, same = made.report.what_ifs
@@ -136,13 +137,13 @@ def test_a_quicker_network_helps_and_a_lost_host_hurts():
 
 
 def test_each_number_of_hosts_has_its_own_plan():
-    some = cluster(4, 4, seed=None)
-    made = hosts.scaling(values(), some, OPTIONS, hosts.ScalingOptions((4, 1, 2, 8), tokens=2e9, price=3.0))
+    some, options = cluster(2, 2, seed=None), dataclasses.replace(OPTIONS, tensor=(1,), micro_batch=(4, 8))
+    made = hosts.scaling(values(), some, options, hosts.ScalingOptions((2, 1, 4), tokens=2e9, price=3.0))
     scaling = made.report.scaling
-    assert [size.hosts for size in scaling.sizes] == [1, 2, 4, 8] and not scaling.missing
+    assert [size.hosts for size in scaling.sizes] == [1, 2, 4] and not scaling.missing
     for size in scaling.sizes:
-        alone = plan_sections(values(), resized(some, size.hosts), OPTIONS).report
-        assert size.found.seconds == pytest.approx(alone.chosen.seconds) and size.devices == 4 * size.hosts
+        alone = plan_sections(values(), resized(some, size.hosts), options).report
+        assert size.found.seconds == pytest.approx(alone.chosen.seconds) and size.devices == 2 * size.hosts
         hours = 2e9 / (64 * 1024) * size.found.seconds * size.devices / 3600
         assert scaling.device_hours(size) == pytest.approx(hours)
     assert scaling.efficiency(scaling.sizes[0]) == 1 and scaling.efficiency(scaling.sizes[-1]) < 1
@@ -199,12 +200,12 @@ def test_tokens_and_price_are_numbers(name, value):
 
 
 def test_what_was_asked_for_has_its_price():
-    some = cluster(2, 4)
-    asked = dataclasses.replace(OPTIONS, pipe=(8,), micro_batch=(8,))
+    some, small = cluster(2, 2), values(layers=4)
+    asked = dataclasses.replace(OPTIONS, pipe=(4,), micro_batch=(8,))
     assert free_choice.narrows(asked) and not free_choice.narrows(free_choice.freed(asked))
-    plans = plan_sections(values(), some, asked)
-    found = free_choice.free_choice(values(), some, asked, plans)
-    best = plan_sections(values(), some, dataclasses.replace(free_choice.freed(asked), nearby=False))
+    plans = plan_sections(small, some, asked)
+    found = free_choice.free_choice(small, some, asked, plans)
+    best = plan_sections(small, some, dataclasses.replace(free_choice.freed(asked), nearby=False))
     assert found.free.seconds == pytest.approx(best.report.chosen.seconds) and found.price > 0
     made = dataclasses.replace(plans, report=dataclasses.replace(plans.report, free_choice=found))
     words = r"what was asked for (costs \+[\d.]+%|takes [\d.]+ times as long)"
