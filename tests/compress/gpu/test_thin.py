@@ -3,6 +3,7 @@
 tests/compress/test_subspace.py holds their accuracy beside that of plain jnp.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,10 +29,20 @@ def total(parts):
     return np.float64(parts).sum(-3)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+def each_with_some_parts(*cases):
+    """Return each case with one partial sum and with three; of the two, one is for the nightly run, in turn."""
+    return [
+        pytest.param(*case, parts, marks=pytest.mark.slow if (i + (parts == 1)) % 2 else ())
+        for i, case in enumerate(cases)
+        for parts in (1, 3)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("lead", "n", "r", "multiprocessors"),
-    [((), 64, 16, 0), ((2,), 300, 4, 0), ((), 200, 20, 0), ((2,), 200, 128, 8), ((2,), 200, 128, 7), ((), 100, 70, 0)],
+    ("lead", "n", "r", "multiprocessors", "parts"),
+    each_with_some_parts(
+        ((), 64, 16, 0), ((2,), 300, 4, 0), ((), 200, 20, 0), ((2,), 200, 128, 8), ((2,), 200, 128, 7), ((), 100, 70, 0)
+    ),
 )
 def test_left_is_cholesky_qr_of_unit_columns(monkeypatch, lead, n, r, multiprocessors, parts):
     monkeypatch.setattr(thin, "multiprocessors", lambda: multiprocessors)
@@ -44,10 +55,11 @@ def test_left_is_cholesky_qr_of_unit_columns(monkeypatch, lead, n, r, multiproce
     np.testing.assert_allclose(p, np.linalg.solve(lower, unit.mT).mT, atol=2e-6)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
-    ("lead", "k", "r", "multiprocessors"),
-    [((), 64, 16, 0), ((2,), 300, 4, 0), ((), 200, 20, 0), ((2,), 130, 128, 6), ((2,), 130, 128, 5), ((), 100, 70, 0)],
+    ("lead", "k", "r", "multiprocessors", "parts"),
+    each_with_some_parts(
+        ((), 64, 16, 0), ((2,), 300, 4, 0), ((), 200, 20, 0), ((2,), 130, 128, 6), ((2,), 130, 128, 5), ((), 100, 70, 0)
+    ),
 )
 def test_fit_is_the_solution_and_right_follows_from_it(monkeypatch, lead, k, r, multiprocessors, parts):
     monkeypatch.setattr(thin, "multiprocessors", lambda: multiprocessors)
@@ -81,31 +93,35 @@ def test_no_square_leaves_the_range_of_float32(scale):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("r", [16, 48])
+@pytest.mark.parametrize("r", [pytest.param(16, marks=pytest.mark.slow), 48])
 def test_what_is_not_finite_leaves_nothing_finite(value, r):
     """The trainer skips such a step only if it finds it."""
     rng = np.random.default_rng(0)
-    y = jnp.float32(rng.normal(size=(2, 200, r))).at[1, 150, 3].set(value)
+    y = rng.normal(size=(2, 200, r)).astype(np.float32)
+    y[1, 150, 3] = value
     p, _ = thin.left(y, SHIFT, jnp.bfloat16, interpret=True)
     assert not np.isfinite(np.float32(p)).all(axis=0)[3]
-    s, g = jnp.float32(rng.normal(size=(1, 100, r))), jnp.eye(r)[None]
-    for bad in ((s.at[0, 50, 3].set(value), g), (s, g.at[0, 3, 3].set(value))):
-        assert not np.isfinite(thin.fit(*bad, RIDGE, interpret=True).w).all()
+    fit = jax.jit(lambda s, g: thin.fit(s, g, RIDGE, interpret=True).w)
+    for place, index in ((0, (0, 50, 3)), (1, (0, 3, 3))):
+        bad = rng.normal(size=(1, 100, r)).astype(np.float32), np.eye(r, dtype=np.float32)[None]
+        bad[place][index] = value
+        assert not np.isfinite(fit(*bad)).all()
 
 
 @pytest.mark.parametrize("active", [False, True])
 def test_an_inactive_message_keeps_what_was(active):
     rng = np.random.default_rng(0)
     n, r = 100, 20
-    y, s = jnp.float32(rng.normal(size=(2, 2, n, r)))
-    old = jnp.bfloat16(rng.normal(size=(n, r))).at[3, 5].set(-0.0).at[99, 19].set(jnp.inf).at[70, 2].set(jnp.nan)
+    y, s = rng.normal(size=(2, 2, n, r)).astype(np.float32)
+    old = rng.normal(size=(n, r)).astype(jnp.bfloat16)
+    old[3, 5], old[99, 19], old[70, 2] = -0.0, np.inf, np.nan
 
     def bits(x):
         return np.asarray(x).view(np.uint16)
 
     p, kept = thin.left(y, SHIFT, jnp.bfloat16, old, jnp.bool_(active), interpret=True)
     assert (bits(kept) == bits(p if active else old)).all()
-    fitted = thin.fit(s, jnp.eye(r)[None], RIDGE, interpret=True)
+    fitted = thin.fit(s, np.eye(r, dtype=np.float32)[None], RIDGE, interpret=True)
     flag = jnp.bool_(active)
     q, w, kept = thin.right(fitted, old, old, 0.03, dtype=jnp.bfloat16, old=old, active=flag, interpret=True)
     assert (bits(kept) == bits(w if active else old)).all()
