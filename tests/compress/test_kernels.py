@@ -1,5 +1,6 @@
 """The passes of every implementation against numpy in float64, their kernels' names, and inactive passes."""
 
+import functools
 import re
 import types
 
@@ -26,6 +27,8 @@ CASES = {
     "float32 matrix, bfloat16 factors": ((), 70, 129, 16, "float32", "bfloat16"),
     "bfloat16 matrix, float32 factors": ((), 70, 129, 16, "bfloat16", "float32"),
 }
+# They show nothing that others do not show together.
+FURTHER = ("even", "large rank", "float32", "float32, batch, odd rank")
 EPS = {"bfloat16": 2.0**-7, "float32": 2.0**-23}
 
 
@@ -49,6 +52,10 @@ def passes(implementation, x, m, p, w, q, *active):
     }
 
 
+def lowered(implementation, arrays):
+    return jax.jit(functools.partial(passes, implementation)).lower(*arrays)
+
+
 def exact(array):
     return np.asarray(array, np.float64)
 
@@ -69,12 +76,12 @@ def bits(array):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in FURTHER else ()) for c in CASES])
 def test_against_float64(case, implementation):
     lead, n, k, rank, dtype, thin = CASES[case]
     arrays = operands(lead, n, k, rank, dtype, thin)
     x, m, *_ = arrays
-    got = jax.jit(passes, static_argnums=0)(implementation, *arrays)
+    got = lowered(implementation, arrays).compile()(*arrays)
     ex, em, ep, ew, eq = map(exact, arrays)
 
     assert got["decode"].dtype == got["residual"].dtype == got["lazy"][0].dtype == x.dtype
@@ -108,7 +115,7 @@ def test_a_lazy_error_is_the_explicit_one(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_inactive_passes_leave_the_state(dtype, implementation):
     x, m, p, w, q = operands((), 70, 129, 16, dtype, dtype)
     x, m = jnp.full_like(x, jnp.nan), m.at[3, 5].set(-0.0).at[7, 11].set(jnp.inf)
@@ -168,13 +175,18 @@ def test_multiprocessors_are_those_of_the_smallest_gpu(monkeypatch):
     assert found == {"wgmma": [2, 2], "tcgen05": [2, 1]}
 
 
-@pytest.mark.parametrize("case", ["parts of sums of 3 and 2 tiles", "batch, odd rank", "float32, large rank"])
+@pytest.mark.parametrize(
+    "case", ["parts of sums of 3 and 2 tiles", pytest.param("float32, large rank", marks=pytest.mark.slow)]
+)
 def test_results_are_those_of_any_number_of_multiprocessors(monkeypatch, case):
     """What is decoded and what is left are the same bits; sums may be split elsewhere."""
-    arrays, found = operands(*CASES[case]), []
-    for count in (1, 2, 20, 132):
-        monkeypatch.setattr(jax, "devices", gpus(count))
-        found.append(jax.jit(lambda *a: passes("interpret", *a))(*arrays))
+    arrays, programs = operands(*CASES[case]), []
+    for count in (1, 2, 132):
+        with monkeypatch.context() as patched:
+            patched.setattr(jax, "devices", gpus(count))
+            programs.append(lowered("interpret", arrays))
+    assert len({program.as_text() for program in programs}) == len(programs)  # no program is compared with itself
+    found = [program.compile()(*arrays) for program in programs]
     x, m, p, _, q = map(exact, arrays)
     for got in found:
         for first, other in [(found[0][name], got[name]) for name in ("decode", "residual")] + [
@@ -187,7 +199,7 @@ def test_results_are_those_of_any_number_of_multiprocessors(monkeypatch, case):
 
 @pytest.mark.parametrize("rank", [16, 128])
 @pytest.mark.parametrize("columns", [3072, 12288])
-@pytest.mark.parametrize("count", [108, 132, 148])
+@pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.slow) for n in (108, 132)), 148])
 def test_large_messages_fill_the_multiprocessors(monkeypatch, columns, rank, count):
     """The programs fill three quarters of them, with partial sums that are small beside the matrix."""
     monkeypatch.setattr(jax, "devices", gpus(count))
