@@ -81,7 +81,7 @@ def of_rank(r):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("r", [4, 16, 128])
+@pytest.mark.parametrize("r", [4, pytest.param(16, marks=pytest.mark.slow), 128])
 def test_what_has_the_rank_is_exact(r, form):
     messages = of_rank(r)
     m = np.stack(list(messages.values())).astype(np.float32)
@@ -183,7 +183,7 @@ def test_precondition_keeps_the_span_and_orthonormalises(implementation):
     rng = np.random.default_rng(0)
     p = (rng.normal(size=(N, 16)) @ np.triu(rng.normal(size=(16, 16)) + 4 * np.eye(16))).astype(np.float32)
     p *= np.geomspace(1e-20, 1e20, 16, dtype=np.float32)
-    found = np.float64(subspace.precondition(p, implementation))
+    found = np.float64(jax.jit(subspace.precondition, static_argnums=1)(p, implementation))
     np.testing.assert_allclose(found.T @ found, np.eye(16), atol=1e-4)
     span = np.linalg.qr(np.float64(p) / np.linalg.norm(np.float64(p), axis=0))[0]
     np.testing.assert_allclose(span @ (span.T @ found), found, atol=1e-5)
@@ -195,25 +195,25 @@ def test_solve_is_the_least_squares_fit(implementation):
     m, p = rng.normal(size=(3, N, K)), np.stack([orthonormal(rng, N, 8) * 10.0**power for power in (-9, 0, 9)])
     p = p @ (np.eye(8) + 0.1 * rng.normal(size=(8, 8)))
     expected = np.stack([np.linalg.lstsq(one, other, rcond=None)[0].T for one, other in zip(p, m)])
-    p = jnp.float32(p)
-    found = subspace.solve(*kernels.backproject(jnp.float32(m), p), implementation)
+    found = jax.jit(lambda m, p: subspace.solve(*kernels.backproject(m, p), implementation))(*map(np.float32, (m, p)))
     assert (norm(found - expected) < 1e-5 * norm(expected)).all()
 
 
 def test_zero_columns_stay_zero(decaying):
     """Columns beyond a link's rank are zero, and the others compress as well as alone."""
     rank = 5
-    first = jnp.where(jnp.arange(16) < rank, subspace.initial(K, 16, 0), 0)[None]
+    first = np.where(np.arange(16) < rank, subspace.initial(K, 16, 0), 0)
+    first = np.broadcast_to(first, (len(decaying), *first.shape))
     for form in FORMS:
         q = first
-        for m in (decaying[:1], np.zeros_like(decaying[:1]), decaying[1:2]):
+        for m in (decaying, np.zeros_like(decaying), decaying[[1, 2, 1]]):
             before = q
             p, w, q = compress(m, q, first, form)
             for x in (p, w, q):
                 assert not np.asarray(x)[..., rank:].any()
         alone = compress(m, before[..., :rank], first[..., :rank], form)
-        assert norm(product(p, w) - product(*alone[:2])) < 1e-5 * norm(m)
-        assert relative_error(m, p, w) < 0.9
+        assert (norm(product(p, w) - product(*alone[:2])) < 1e-5 * norm(m)).all()
+        assert (relative_error(m, p, w) < 0.9).all()
 
 
 def test_quantised_factors():
@@ -273,7 +273,7 @@ def lapack_batches(compiled):
 
 
 @pytest.mark.parametrize("name", _BATCHED)
-@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("emulated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_large_matrices_come_alone_to_lapack_and_with_the_same_bits(name, emulated, monkeypatch):
     """LAPACK's kernels of a batch may wait for each other for ever; the control has the whole batch in one call."""
     rng = np.random.default_rng(0)
