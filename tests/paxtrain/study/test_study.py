@@ -140,7 +140,7 @@ def test_errors_and_cosines_are_those_of_numpy():
     [found] = probe.activation_gradient_spectra(trainer, codec).values()
     values = np.linalg.svd(plain[1].reshape(6, 16, 16), compute_uv=False)
     np.testing.assert_allclose(found, (values / values[:, :1]).mean(0), atol=1e-4)
-    grads = jax.jit(jax.grad(lambda p: transformer.loss(p, tokens, config.model)))(params)
+    grads = jax.jit(jax.grad(functools.partial(transformer.loss, config=config.model)))(params, tokens)
     found = probe.weight_gradient_spectra(trainer, state.params, tokens)
     values = np.linalg.svd(grads["layers"]["qkv"]["kernel"].reshape(2, 16, 48), compute_uv=False)
     assert sorted(found) == ["down", "out", "qkv", "up"]
@@ -161,6 +161,12 @@ def test_without_error_feedback_an_error_is_what_was_lost():
 # --- A study ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def compile_step():
+    """Return `Trainer.compile_step` that compiles each step once for all of this file's studies."""
+    return functools.cache(Trainer.compile_step)
+
+
 def finished(home, out, resume=False):
     config = variants.settled(configuration(home, batch={"global_batch": 8}))
     chosen = variants.chosen(config, [2], ["dense", "cb_fe_sc"])
@@ -171,10 +177,11 @@ def finished(home, out, resume=False):
 
 
 @pytest.mark.once
-def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, monkeypatch):
+def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, monkeypatch, compile_step):
     # The test is not about compilation, so each program is compiled once and without optimization.
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
-    monkeypatch.setattr(Trainer, "compile_step", functools.cache(Trainer.compile_step))
+    monkeypatch.setattr(Trainer, "compile_step", compile_step)
+    monkeypatch.setattr(probe, "asked", lambda trainer: [])  # so nothing is traced for the bytes
     monkeypatch.setattr(probe, "wire_bytes", lambda trainer, _: dict.fromkeys(probe.BYTES, trainer.record + 7))
     config, outcomes = finished(home, tmp_path / "one")
     finished(home, tmp_path / "two")
@@ -301,17 +308,16 @@ def test_codecs_of_the_configuration_have_a_variant_each(tmp_path):
     assert own["codec_weights"].weights.codec == "int8" and own["codec_weights"].data.chosen == "none"
     others = [variant.config.compress for name, variant in found.items() if name not in own]
     assert all(c.backward.low_rank and c.data.low_rank and not c.weights.codec for c in others)
-    outcomes = made_up(codec_backward=(2.0, 2.02), codec_data=(2.5, 2.5))
-    figures = plots.draw(config, outcomes, tmp_path)
-    report.write_page(config, outcomes, figures, tmp_path)
+    report.write_page(config, made_up(**CODEC_LOSSES), {}, tmp_path)
     page = (tmp_path / report.PAGE).read_text()
     assert "- **int8**: gradients between stages through this codec" in page
     assert "- codec_data does not end within 1 % of dense" in page
 
 
 @pytest.mark.once
-def test_a_study_trains_with_codecs(home, tmp_path, monkeypatch):
+def test_a_study_trains_with_codecs(home, tmp_path, monkeypatch, compile_step):
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
+    monkeypatch.setattr(Trainer, "compile_step", compile_step)
     config = configuration(home, compress=CODECS, batch={"global_batch": 8})
     chosen = variants.chosen(config, [2], ["dense", "codec_backward", "codec_data"])
     small = runs.Study(config, str(tmp_path), 1, chosen, real_mesh=False)
@@ -337,6 +343,9 @@ LOSSES = {
     "everything": (2.3, 2.02),
     "cb_rank_4": (2.1, 2.1),
 }
+
+
+CODEC_LOSSES = {"codec_backward": (2.0, 2.02), "codec_data": (2.5, 2.5)}
 
 
 def made_up(cosine=0.01, seeds=2, **losses):
@@ -395,9 +404,9 @@ def test_sentences_tell_the_truth():
     assert "within 1 % of dense: +0.50 % of its" in said("cb_fe_sc", seeds=1)
 
 
-@pytest.mark.parametrize(("seeds", "cosine"), [(1, math.nan), (2, 0.01)])
-def test_the_page_has_every_figure(tmp_path, seeds, cosine):
-    config, outcomes = configuration(), made_up(seeds=seeds, cosine=cosine)
+@pytest.mark.parametrize(("seeds", "cosine", "more"), [(1, math.nan, {}), (2, 0.01, CODEC_LOSSES)])
+def test_the_page_has_every_figure(tmp_path, seeds, cosine, more):
+    config, outcomes = configuration(), made_up(seeds=seeds, cosine=cosine, **more)
     figures = plots.draw(config, outcomes, tmp_path)
     report.write_page(config, outcomes, figures, tmp_path)
     page = (tmp_path / report.PAGE).read_text()
@@ -408,7 +417,7 @@ def test_the_page_has_every_figure(tmp_path, seeds, cosine):
         assert f"]({name})" in page
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + len(LOSSES)
+    assert len(rows) == 1 + len(LOSSES) + len(more)
     assert rows[1].split(" | ")[0] == "| dense"
 
 
