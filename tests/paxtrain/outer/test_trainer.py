@@ -1,6 +1,7 @@
 """Groups that train apart: each as a trainer alone, joined by an outer step that numpy repeats."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -21,13 +22,16 @@ pytestmark = pytest.mark.once
 EVERY, ROUNDS = 2, 2
 
 
-def config(mesh=(4, 2, 1), groups=2, zero1=True, optimizer=None, compress=None, dropout=0.0, **outer) -> Config:
+def config(
+    mesh=(4, 2, 1), groups=2, zero1=True, optimizer=None, compress=None, dropout=0.0, micro_batches=1, **outer
+) -> Config:
     data, pipe, tensor = mesh
     return from_dict({
         "model": {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": VOCABULARY, "dtype": "float32",
                   "vocab_multiple": 64, "embedding_dropout": dropout},
         "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1},
-        "batch": {"global_batch": 4 * data, "micro_batch": 2},
+        "pipeline": {"scan_layers": "on"},
+        "batch": {"global_batch": 2 * micro_batches * data, "micro_batch": 2},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1} | (optimizer or {}),
         "outer": {"every": EVERY, "groups": groups} | outer if groups else {},
         "run": {"steps": 100},
@@ -46,22 +50,41 @@ def batches(count: int, size: int) -> list[np.ndarray]:
     return [rng.integers(0, VOCABULARY, (size, 17), dtype=np.int32) for _ in range(count)]
 
 
-def params(c: Config):
-    found = transformer.init(c.model, jax.random.key(0))
+@functools.partial(jax.jit, static_argnums=0)
+def _params(model):
+    found = transformer.init(model, jax.random.key(0))
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), found)
 
 
-def trained(c: Config, tokens, poison=None):
-    """Return the trainer, the state after a step for each batch and its exchanges, and the metrics of the steps."""
+def params(c: Config):
+    return _params(dataclasses.replace(c.model, embedding_dropout=0.0))
+
+
+@functools.cache
+def compiled(c: Config):
+    """Return the trainer of a configuration and its compiled step."""
     made = trainer(c)
-    step = made.step.lower(made.abstract_state(), made.abstract_batch()).compile(FAST)
+    return made, made.step.lower(made.abstract_state(), made.abstract_batch()).compile(FAST)
+
+
+def trained(c: Config, tokens, poison=None, every=None):
+    """Return the trainer, the state after a step for each batch and its exchanges, and the metrics of the steps.
+
+    Args:
+        c: configuration.
+        tokens: global batches.
+        poison: function of a step's number and the state before it, whose result is trained instead.
+        every: steps from an exchange to the next; None: as the configuration says.
+    """
+    made, step = compiled(c)
+    every = every or c.outer.every
     state, figures = made.from_params(params(c)), []
     for number, batch in enumerate(tokens, 1):
         if poison:
             state = poison(number, state)
         state, metrics = step(state, jax.device_put(batch, made.batch_sharding))
         figures.append(on_host(metrics))
-        if c.outer.every and number % c.outer.every == 0:
+        if every and number % every == 0:
             state = made.exchanged(state)
     return made, state, figures
 
@@ -76,17 +99,18 @@ SGD = {"name": "sgd", "weight_decay": 0.0, "clip_norm": 0.0, "schedule": "consta
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_exchange_after_each_step_of_sgd_is_dense_training(zero1):
     """With dropout, too: its masks belong to the samples of the whole batch."""
-    tokens, more = batches(4, 16), {"mesh": (4, 1, 1), "zero1": zero1, "optimizer": SGD, "dropout": 0.2}
+    more = {"mesh": (4, 1, 1), "zero1": zero1, "optimizer": SGD, "dropout": 0.2, "micro_batches": 2}
+    tokens = batches(4, 16)
     made, state, _ = trained(config(every=1, lr=1.0, momentum=0.0, **more), tokens)
     dense, right, _ = trained(config(groups=0, **more), tokens)
     assert_close(shared(made, state), shared(dense, right), 2e-6)
-    later, other, _ = trained(config(every=4, lr=1.0, momentum=0.0, **more), tokens)
+    later, other, _ = trained(config(every=1, lr=1.0, momentum=0.0, **more), tokens, every=4)
     with pytest.raises(AssertionError):  # exchanges that come later are other training
         assert_close(shared(later, other), shared(dense, right), 2e-6)
 
 
 def test_gradients_may_be_summed_inside_pairs_of_a_groups_data_ranks():
-    tokens, pairs = batches(2, 32), {"data_codec": "identity", "data_inside": 2, "min_ratio": 0.0}
+    tokens, pairs = batches(2, 16), {"data_codec": "identity", "data_inside": 2, "min_ratio": 0.0}
     made, state, _ = trained(config((8, 1, 1), optimizer=SGD, compress=pairs), tokens)
     dense, right, _ = trained(config((8, 1, 1), optimizer=SGD), tokens)
     assert made.compression.reducer.inside == 2 and dense.compression.reducer is None
@@ -95,7 +119,11 @@ def test_gradients_may_be_summed_inside_pairs_of_a_groups_data_ranks():
 
 @pytest.mark.parametrize(
     "mesh, groups, optimizer",
-    [((4, 2, 1), 2, "adamw"), pytest.param((4, 1, 2), 4, "adamw", marks=pytest.mark.slow), ((4, 2, 1), 2, "muon")],
+    [
+        ((4, 2, 1), 2, "adamw"),
+        pytest.param((4, 1, 2), 4, "adamw", marks=pytest.mark.slow),
+        pytest.param((4, 2, 1), 2, "muon", marks=pytest.mark.slow),
+    ],
 )
 def test_groups_are_trainers_alone_joined_by_nesterov(mesh, groups, optimizer):
     """AdamW or Muon in each group, and the outer step in float64, as the paper's algorithm has it."""
@@ -104,8 +132,7 @@ def test_groups_are_trainers_alone_joined_by_nesterov(mesh, groups, optimizer):
     made, state, figures = trained(c, tokens)
 
     one = dataclasses.replace(c.of_group(), outer=type(c.outer)())
-    alone = Trainer(one, make_mesh(one.mesh, devices=jax.devices()[: one.mesh.devices]))
-    step = alone.step.lower(alone.abstract_state(), alone.abstract_batch()).compile(FAST)
+    alone, step = compiled(one)
     states = [alone.from_params(params(c)) for _ in range(groups)]
     theta = jax.tree.map(lambda x: np.asarray(x, np.float64), params(c))
     momentum, losses = jax.tree.map(np.zeros_like, theta), []
@@ -150,8 +177,7 @@ def compiled_exchange(made):
 
 
 def test_only_the_exchange_crosses_groups():
-    made = trainer(config())
-    step = made.step.lower(made.abstract_state(), made.abstract_batch()).compile(FAST)
+    made, step = compiled(config())
     assert GROUP not in over(step, made.mesh) and "data" in over(step, made.mesh)
     exchange = compiled_exchange(made)
     assert GROUP in over(exchange, made.mesh) and not {"data", "tensor"} & over(exchange, made.mesh)
@@ -178,7 +204,7 @@ def test_differences_go_through_a_codec(codec):
 def test_the_virtual_mesh_agrees():
     # Neither int8 nor Adam, which make a difference of the last bit a large one now and then.
     c = config(optimizer=SGD, compress={"outer_codec": "identity", "min_ratio": 0.0})
-    tokens = batches(EVERY, 16)
+    tokens = batches(EVERY, c.batch.global_batch)
     made, state, figures = trained(c, tokens)
     emulated = dataclasses.replace(
         trainer_of(c, make_mesh(c.mesh, devices=jax.devices()[:8])), mesh=one_device(made.mesh), virtual=True
@@ -204,8 +230,8 @@ def test_a_group_whose_gradients_are_not_finite_waits_alone():
         placed = jax.tree.map(jax.device_put, own, made.state_shardings.outer.params)
         return state.replace(outer=state.outer.replace(params=placed))
 
-    made = trainer(config(every=1))
-    _, state, figures = trained(config(every=10), batches(1, 16), poison)
+    made, _ = compiled(config())
+    _, state, figures = trained(config(), batches(1, 8), poison)
     assert np.asarray(state.outer.skipped).tolist() == [0, 1] and not figures[0]["finite"]
     count = [np.asarray(x) for x in jax.tree.leaves(state.optimizer) if x.shape == (2,)]
     assert count and all(x.tolist() == [1, 0] for x in count)
