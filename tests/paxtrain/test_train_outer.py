@@ -1,5 +1,7 @@
 """Runs in groups end to end: they continue bit for bit, with an exchange in flight too, and on other meshes."""
 
+import contextlib
+import io
 import json
 
 import numpy as np
@@ -34,14 +36,21 @@ def finished(home, out, **changes):
         "compress": {"outer_codec": "int8", "min_ratio": 0.0},
         "data": {"train": str(home / "data/train"), "validation": str(home / "data/validation")},
         "checkpoint": {"every": 2, "keep": 9},
-        "run": {"steps": STEPS, "out": str(out), "eval_every": 6, "eval_batches": 1, "sample_tokens": 4},
+        "run": {"steps": STEPS, "out": str(out), "eval_every": 6, "eval_batches": 1, "sample_tokens": 0},
     }
     return training.finished(values, changes)
 
 
+def reported(home, out, **changes):
+    """Return the folder of a finished run, the run, its last state by path, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        found = finished(home, out, **changes)
+    return out, *found, said.getvalue()
+
+
 @pytest.fixture(scope="module")
 def reference(home):
-    return home / "reference", *finished(home, home / "reference")
+    return reported(home, home / "reference", run__sample_tokens=4)
 
 
 @pytest.mark.parametrize("step", [4, 6])  # after an exchange, and between two
@@ -53,14 +62,13 @@ def test_continuing_is_bit_exact(home, reference, tmp_path, step):
     assert any(".codec['outer']" in path and np.any(x != 0) for path, x in state.items())
 
 
-def test_the_table_and_the_sample_are_of_the_shared_weights(home, tmp_path, capsys):
-    _, state = finished(home, tmp_path / "run")
-    said = capsys.readouterr().out
+def test_the_table_and_the_sample_are_of_the_shared_weights(reference):
+    out, _, state, said = reference
     assert "2 of 2 data ranks each train apart" in said and "every 4 steps" in said and "QuantisedBlocks(bits=8" in said
-    params, *_ = sampling.load(tmp_path / "run")
+    params, *_ = sampling.load(out)
     np.testing.assert_array_equal(params["final_norm"]["scale"], state[".params['final_norm']['scale']"][0])
     assert "a sample:" in said
-    recorded = [json.loads(line) for line in (tmp_path / "run" / metrics.FILE).read_text().splitlines()]
+    recorded = [json.loads(line) for line in (out / metrics.FILE).read_text().splitlines()]
     validated = {r["step"]: r["validation_loss"] for r in recorded if "validation_loss" in r}
     assert validated[STEPS] < validated[0]
 
@@ -93,7 +101,7 @@ STREAMING = {"outer__every": 6, "outer__fragments": 2, "outer__overlap": 2}
 
 @pytest.fixture(scope="module")
 def streaming(home):
-    return home / "streaming", *finished(home, home / "streaming", **STREAMING)
+    return reported(home, home / "streaming", **STREAMING)
 
 
 @pytest.mark.parametrize("step", [4, 6])  # with an exchange in flight, and with one that the next step will carry
@@ -104,9 +112,8 @@ def test_continuing_with_an_exchange_in_flight_is_bit_exact(home, streaming, tmp
     assert not np.array_equal(state[".outer.params['final_norm']['scale']"][0], state[".params['final_norm']['scale']"])
 
 
-def test_the_tables_say_what_travels_when(home, tmp_path, capsys):
-    finished(home, tmp_path / "run", **STREAMING)
-    said = capsys.readouterr().out
+def test_the_tables_say_what_travels_when(streaming):
+    said = streaming[-1]
     assert "every 6 steps in 2 fragments, one every 3 steps" in said
     assert "under the next step; taken 2 steps after it was sent, with 0.5 of a group's own weights" in said
     assert "a step from a device on average" in said and "4 exchanges, " in said
