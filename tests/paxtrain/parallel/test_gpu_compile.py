@@ -338,7 +338,7 @@ def assert_codec_sends_under_compute(trained: Trainer, text: str, exposed: int) 
     layers, reducer, shards = trained.config.stage_layers[0], trained.compression.reducer, trained.compression.shards
     # What a rank sends to itself is part of the operand.
     kernels = [(shape, shards[path]) for path, shape in trained.compression.kernels.items()]
-    size = sum(reducer.wire_bytes(*one) * one[1].ranks / (one[1].ranks - 1) for one in kernels)
+    size = sum(reducer.wire_bytes(*one) * one[1].members / (one[1].members - 1) for one in kernels)
     sent = [op for op in hlo.overlap(text, kind="all-to-all") if op.bytes == size]
     assert len(sent) == layers
     assert sum(op.matmuls > 0 for op in sent) == layers - exposed
