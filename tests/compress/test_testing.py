@@ -32,6 +32,7 @@ BLOCKS = [
 
 
 ALL = [compress.Identity(), TopK(0.1), TopK(0.1, feedback=False), *BLOCKS, *LOW]
+FURTHER = [BLOCKS[3], BLOCKS[5], BLOCKS[7], BLOCKS[9], LOW[1]]
 
 
 def test_none_of_the_library_is_left_out():
@@ -39,7 +40,9 @@ def test_none_of_the_library_is_left_out():
     assert {entry.path for entry in named.NAMES.values()} <= paths
 
 
-@pytest.mark.parametrize("codec", ALL, ids=repr)
+@pytest.mark.parametrize(
+    "codec", [pytest.param(codec, marks=pytest.mark.slow if codec in FURTHER else ()) for codec in ALL], ids=repr
+)
 def test_codecs_of_the_library_have_all_properties(codec):
     found = check(codec)
     assert len(found) == 16

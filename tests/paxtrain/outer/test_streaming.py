@@ -126,7 +126,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=["waiting", "overlapped", "whole"])
+@pytest.mark.parametrize(
+    "case", [*CASES[:2], pytest.param(CASES[2], marks=pytest.mark.slow)], ids=["waiting", "overlapped", "whole"]
+)
 def test_training_is_the_papers_algorithm(case):
     c = config(**case)
     made, state, losses = trained(c)

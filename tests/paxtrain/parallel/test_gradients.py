@@ -224,7 +224,7 @@ OVERLAPPED = [
 
 @pytest.mark.parametrize(
     "c",
-    [pytest.param(c, marks=pytest.mark.once if i < 2 else pytest.mark.slow) for i, c in enumerate(OVERLAPPED)],
+    [pytest.param(c, marks=pytest.mark.once if i < 1 else pytest.mark.slow) for i, c in enumerate(OVERLAPPED)],
     ids=name,
 )
 def test_gradients_equal_one_device_in_the_rows_of_gpus(c):
@@ -390,7 +390,7 @@ def test_sequence_parallelism_reduces_and_gathers_what_was_all_reduced():
     assert after == before + collections.Counter({("all-reduce", vectors): 1})
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_with_sequence_parallelism_a_device_sends_its_part():
     message, tied = 2 * SEQUENCE * HIDDEN * 4, 2 * 64 * HIDDEN * 4
     for sequence in (False, True):
@@ -423,7 +423,7 @@ def test_memory_of_the_step_with_other_schedules_and_save_modes():
     assert temporary(16, "eager_1f1b", "inputs") < temporary(16, "eager_1f1b", "residuals")
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_sequence_parallelism_keeps_a_part_of_a_micro_batch():
     """For each micro-batch GPipe keeps a gradient that waits for its B, and the layer's input in this save mode."""
 

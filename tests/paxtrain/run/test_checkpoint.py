@@ -342,13 +342,13 @@ def test_two_processes_save_and_agree_on_what_is_damaged(tmp_path):
     assert restore(tmp_path / "run", (1, 2, 4)) == (2, [])
 
 
-@pytest.mark.parametrize("failing", ["0", "1"])
+@pytest.mark.parametrize("failing", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_save_that_fails_in_one_of_two_processes_is_told_there(tmp_path, failing):
     run_processes(HERE + FAILED, tmp_path / "run", failing)
     assert steps_in(tmp_path / "run") == [1]
 
 
-@pytest.mark.parametrize("late", ["0", "1"])
+@pytest.mark.parametrize("late", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_two_processes_that_see_other_checkpoints_take_those_of_the_first(tmp_path, late):
     run_processes(HERE + LATE, tmp_path / "run", late)
 

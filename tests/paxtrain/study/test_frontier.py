@@ -101,7 +101,7 @@ def test_no_point_beats_those_of_the_line():
     assert frontier.best([3, 1, 2, 2, 4], [0.1, 5.0, 1.0, 2.0, 0.1]) == [1, 2, 0]
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_codecs_train_and_their_bytes_shrink(home, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     config = configuration(home, batch={"global_batch": 8}, compress={"min_ratio": 0.0})

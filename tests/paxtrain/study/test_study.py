@@ -314,7 +314,7 @@ def test_codecs_of_the_configuration_have_a_variant_each(tmp_path):
     assert "- codec_data does not end within 1 % of dense" in page
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_study_trains_with_codecs(home, tmp_path, monkeypatch, compile_step):
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     monkeypatch.setattr(Trainer, "compile_step", compile_step)
