@@ -73,7 +73,6 @@ def test_the_table_and_the_sample_are_of_the_shared_weights(reference):
     assert validated[STEPS] < validated[0]
 
 
-@pytest.mark.once
 def test_another_mesh_inside_a_group_continues(home, reference, tmp_path, capsys):
     out = past(reference[0], tmp_path / "run", 8)
     finished(home, out, mesh__data=4, mesh__pipe=2)
