@@ -93,6 +93,7 @@ def test_the_page_s_codec_is_planned_by_flags_alone(home):
     assert "episparse:TopK+datasparse:TopK" in run.stdout
 
 
+@pytest.mark.slow
 def test_the_page_s_codec_is_placed_on_the_frontier(home):
     sizes = [flag for flag in FLAGS if flag.startswith(("model", "batch", "run"))]
     options = [flag for flag in FLAGS if flag.startswith("compress.backward")]
