@@ -130,7 +130,7 @@ def test_configurations_compile_and_overlap(name, capsys):
         ("1f1b", {}),
         ("interleaved_1f1b", {"virtual_stages": 2}),
         ("zb_h1", {}),
-        ("eager_1f1b", {"pipe_layers": "3,1"}),
+        pytest.param("eager_1f1b", {"pipe_layers": "3,1"}, marks=pytest.mark.slow),
         ("1f1b", {"scan_layers": "on"}),
         pytest.param("zb_h1", {"scan_layers": "on"}, marks=pytest.mark.slow),
     ],
@@ -214,6 +214,7 @@ def test_without_the_latencies_of_gpus_xla_starts_late_in_f():
     assert control.matmuls <= 2
 
 
+@pytest.mark.slow
 def test_messages_between_the_rows_would_lie_under_nothing():
     """Negative control: the rows of devices that wait for transfers, compiled for GPUs."""
     trained = dataclasses.replace(trainer(small("1f1b")), overlap=False)
@@ -221,6 +222,7 @@ def test_messages_between_the_rows_would_lie_under_nothing():
     assert [transfer.whiles for transfer in transfers if transfer.whiles == 0]
 
 
+@pytest.mark.slow
 def test_with_one_collective_in_flight_they_would_not():
     """Negative control: without the option hardly any matrix product runs beside either transfer."""
     one = {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
@@ -230,6 +232,7 @@ def test_with_one_collective_in_flight_they_would_not():
     assert activations.matmuls <= 1
 
 
+@pytest.mark.slow
 def test_a_ring_that_goes_through_a_conditional_or_an_unordered_loop_would_be_seen(monkeypatch):
     """Negative control of `assert_no_large_copy`: without the order of reads and writes XLA copies the rings."""
     monkeypatch.setattr(jax.lax, "optimization_barrier", lambda x: x)
@@ -383,6 +386,7 @@ def test_flash_attention_stays_within_documents():
     assert kernels == set(re.findall(r'"__cudnn\$(\w+)"', compiled(trainer(config)).as_text()))
 
 
+@pytest.mark.slow
 @reads_small_step
 def test_memory_does_not_grow_with_micro_batches():
     def temporary(global_batch: int, schedule: str) -> int:
