@@ -35,6 +35,7 @@ KINDS = ("forward", "backward", "head", "embedding")
 _OF_LAYERS = ("forward", "backward", *compute.PARTS)
 # Layers of the stage that is timed. There are so many that a layer does not find its weights still in the cache.
 LAYERS = 4
+_CLOCK = 1e-9  # seconds, the resolution of the clock
 _LEAST = 0.05  # least seconds that the turns of a measurement take
 
 Agree = Callable[[float], float]  # returns process 0's figure on all processes
@@ -215,7 +216,8 @@ class LoopTimer:
             # The first turn also brings its buffers into memory. The quickest of a few measurements counts, as for
             # links; a slow first turn on a busy host would make all others look short.
             one, some = (_quickest(functools.partial(self._time, kind, n)) for n in (1, 1 + count))
-            more = Took(max(some.wall - one.wall, 0.0), max(some.processor - one.processor, 0.0))
+            # Other work on the host may hide a turn; a profile has no times of 0.
+            more = Took(max(some.wall - one.wall, _CLOCK), max(some.processor - one.processor, 0.0))
             layers = self.layers if kind in _OF_LAYERS else 1
             seconds[kind] = more.crowded(processes_per_core) / count / layers
         return seconds

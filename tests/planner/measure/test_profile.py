@@ -180,7 +180,8 @@ def test_a_bystander_takes_part_in_the_decisions(config):
     turns.settle(lambda mine: next(asked) + mine)
     assert next(asked, None) is None
     assert turns.counts["forward"] > turns.counts["backward"] == 1
-    assert set(turns.sample().values()) == {0.0}
+    # Nor is a time 0 where other work hides the turns: a cluster's file would be refused for it.
+    assert all(0 < seconds <= 1e-9 for seconds in turns.sample().values())
 
 
 # --- What is timed ----------------------------------------------------------------------------------------------------
