@@ -217,7 +217,7 @@ FORMS = ("solve", "qr")
 
 
 class Method(NamedTuple):
-    """How the factors of a message are computed and sent.
+    """Form of a message's factors: how they are computed, and their dtype on the wire.
 
     Attributes:
         factors: dtype on the wire, one of FACTORS.
