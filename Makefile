@@ -39,14 +39,14 @@ lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slo
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest
-	$(PYTEST) --ignore=tests/cluster --ignore=tests/experiments/hosts --ignore=tests/experiments/lab $(ARGS)
+	$(PYTEST) --ignore=tests/cluster --ignore=tests/experiments $(ARGS)
 
 # They have the machine to themselves: beside other tests they would run into limits of time.
 test-clusters: $(VENV)/dev.txt  ## the tests on emulated clusters (root)
 	$(RUN) -m pytest -m 'not slow' tests/cluster $(ARGS)
 
 test-lab: $(VENV)/dev.txt  ## the tests of the laboratory itself (root)
-	$(RUN) -m pytest -m 'not slow' tests/experiments/hosts tests/experiments/lab $(ARGS)
+	$(RUN) -m pytest -m 'not slow' tests/experiments $(ARGS)
 
 test-slow: $(VENV)/dev.txt  ## the tests that take minutes, and further instances of quicker ones
 	$(RUN) -m pytest -m slow $(ARGS)

@@ -58,6 +58,7 @@ def test_the_page_s_codec_is_short_and_has_all_properties(home):
     assert compress.wire_bytes(names["TopK"](0.1), (4, 10, 10), "float32") == 40 * (4 + 4)
 
 
+@pytest.mark.slow
 def test_the_page_s_codec_trains_on_both_axes_and_continues_by_flags_alone(home):
     whole = train(home, "whole", 8)
     assert whole.returncode == 0, whole.stderr

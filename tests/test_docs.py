@@ -48,7 +48,7 @@ def smaller_programs(monkeypatch):
     monkeypatch.setattr(paxtrain, "load_config", smaller)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.usefixtures("smaller_programs")
 def test_the_snippets_of_the_interface_run(home, monkeypatch, capsys):
     monkeypatch.chdir(home)

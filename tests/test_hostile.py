@@ -10,6 +10,7 @@ import pytest
 from tests.sources import ROOT
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("profile", ["gate", pytest.param("nightly", marks=pytest.mark.slow)])
 def test_hostile_cases(tmp_path, profile):
     command = [sys.executable, "-W", "ignore", "-m", "tests.hostile", f"--folder={tmp_path}", f"--profile={profile}"]
@@ -72,6 +73,7 @@ except AssertionError as error:
 """
 
 
+@pytest.mark.once
 def test_faults_are_found(tmp_path):
     """The control: each fault of a main is told, and generated cases find one and reduce it to what shows it."""
     (tmp_path / "faulty.py").write_text(FAULTY)

@@ -38,6 +38,7 @@ def found(tmp_path_factory):
     return Links.load(path)
 
 
+@pytest.mark.slow
 def test_the_rate_is_what_all_flows_have_together(found):
     """Three pairs of hosts cross. Timed by its quickest messages alone, each seems to have a larger part."""
     site = np.array(SITES)
@@ -45,6 +46,7 @@ def test_the_rate_is_what_all_flows_have_together(found):
     assert found.trunks.bandwidth * 8e-6 == pytest.approx(UPLINK, rel=0.15)
 
 
+@pytest.mark.slow
 def test_links_have_their_own_rates_one_by_one(found):
     site, rates = np.array(SITES), found.bandwidth * 8e-6
     across = site[:, None] != site

@@ -141,7 +141,7 @@ print(json.dumps([jax.local_device_count(), result.finished, result.losses.tolis
 """
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_joined_processes_share_the_mesh(home, trained, tmp_path):
     """Each of two processes gets half of the mesh's devices, and the losses are those of one process."""
     values = to_dict(configuration(home, tmp_path / "run", **SHORT))
@@ -152,6 +152,7 @@ def test_joined_processes_share_the_mesh(home, trained, tmp_path):
         np.testing.assert_allclose(losses, trained[1].losses, rtol=1e-5)
 
 
+@pytest.mark.once
 def test_train_takes_what_has_a_plan(home, tmp_path, capfd):
     """A plan, or an object with a plan, overrides the mesh; a second call finds all steps done."""
     config = configuration(home, tmp_path / "run", **SHORT)

@@ -69,7 +69,8 @@ def reference(home):
     return home / "reference", *finished(home, home / "reference")
 
 
-@pytest.mark.parametrize("step", [4, 8])  # after compression has started, and after a rank has changed
+# After compression has started, and after a rank has changed.
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_continuing_is_bit_exact_before_and_between_adaptions(home, reference, tmp_path, step, capsys):
     """A resumed run continues the state of every codec, the phase, the ranks and the errors that decide them."""
     _, whole, state = reference
@@ -216,6 +217,7 @@ def test_ranks_start_anew_with_a_line_where_their_rule_changes(home, reference, 
     assert run.ranks.current == (4, 4)  # from the highest rank, halved after step 11; continued they would be at 2
 
 
+@pytest.mark.slow
 def test_ranks_of_codecs_without_state_start_anew_on_another_mesh(home, tmp_path, capsys):
     codec = {"compress__data_codec": "int8", "compress__data_options": {"feedback": False}}
     changes = {

@@ -111,6 +111,7 @@ def expected(home, out):
     return next(DataSets(config).training(range(STEPS * BATCH)))
 
 
+@pytest.mark.once
 def test_data_of_another_tokenizer_is_not_gone_on_with(home, reference, tmp_path):
     """Another tokenizer is refused: its ids mean other text, and it would replace the run's tokenizer."""
     out, _ = reference

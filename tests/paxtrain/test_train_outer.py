@@ -53,7 +53,7 @@ def reference(home):
     return reported(home, home / "reference", run__sample_tokens=4)
 
 
-@pytest.mark.parametrize("step", [4, 6])  # after an exchange, and between two
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 6])  # after an exchange, and between two
 def test_continuing_is_bit_exact(home, reference, tmp_path, step):
     _, state = finished(home, past(reference[0], tmp_path / "run", step))
     assert losses(tmp_path / "run") == losses(reference[0])
@@ -73,6 +73,7 @@ def test_the_table_and_the_sample_are_of_the_shared_weights(reference):
     assert validated[STEPS] < validated[0]
 
 
+@pytest.mark.slow
 def test_another_mesh_inside_a_group_continues(home, reference, tmp_path, capsys):
     out = past(reference[0], tmp_path / "run", 8)
     finished(home, out, mesh__data=4, mesh__pipe=2)
@@ -104,7 +105,8 @@ def streaming(home):
     return reported(home, home / "streaming", **STREAMING)
 
 
-@pytest.mark.parametrize("step", [4, 6])  # with an exchange in flight, and with one that the next step will carry
+# With an exchange in flight, and with one that the next step will carry.
+@pytest.mark.parametrize("step", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_continuing_with_an_exchange_in_flight_is_bit_exact(home, streaming, tmp_path, step):
     _, state = finished(home, past(streaming[0], tmp_path / "run", step), **STREAMING)
     assert losses(tmp_path / "run") == losses(streaming[0])
@@ -119,12 +121,13 @@ def test_the_tables_say_what_travels_when(streaming):
     assert "a step from a device on average" in said and "4 exchanges, " in said
 
 
-def test_an_exchange_in_flight_arrives_on_another_mesh_and_by_its_own_timetable(home, streaming, tmp_path):
+def test_an_exchange_in_flight_arrives_on_another_mesh_and_by_its_own_timetable(home, streaming, tmp_path, capsys):
     out = past(streaming[0], tmp_path / "run", 4)
     for change in ({"outer__every": 4, "outer__overlap": 1}, {"outer__overlap": 0}, {"outer__fragments": 1}):
         with pytest.raises(UserError, match=r"has an exchange of groups in flight .* continue with \d"):
             finished(home, out, **STREAMING | change)
     finished(home, out, **STREAMING, mesh__data=4, mesh__pipe=2)
+    assert "compression starts afresh" in capsys.readouterr().out
     assert losses(out)[5] == pytest.approx(losses(streaming[0])[5], rel=1e-5)
     assert losses(out)[6] == pytest.approx(losses(streaming[0])[6], rel=1e-4)  # after the exchange was taken
 
@@ -162,6 +165,7 @@ def test_a_state_of_another_outer_codec_of_equal_shapes_is_refused(home, referen
     assert len(losses(out)) == STEPS  # no step was lost
 
 
+@pytest.mark.slow
 def test_a_longer_run_does_not_send_again_what_was_waited_for(home, streaming, tmp_path):
     """The last exchange of 12 steps was waited for. So it is not in step 13, also if a start is interrupted there."""
     longer = STREAMING | {"run__steps": STEPS + 6, "checkpoint__every": 1}

@@ -15,7 +15,7 @@ from paxtrain.run import metrics
 from paxtrain.run.run import Run
 from tests.compress_settings import nested
 
-STEPS, EVERY = 120, 20
+STEPS, EVERY = 60, 10
 SETTINGS = {
     "model.vocab_size": 257,
     "model.layers": 4,
@@ -36,7 +36,7 @@ SETTINGS = {
     "checkpoint.keep": 2,
     "checkpoint.keep_every": 3 * EVERY,
     "run.steps": STEPS,
-    "run.eval_every": 50,
+    "run.eval_every": 25,
     "run.eval_batches": 2,
     "run.sample_tokens": 20,
 }

@@ -69,7 +69,9 @@ def test_encoding_takes_no_memory_but_for_thin_factors(mesh, error):
     assert all(size < n * k for size in copies(program))
 
 
-@pytest.mark.parametrize("kind", ["a100-80gb", "h100", "b200"])
+@pytest.mark.parametrize(
+    "kind", ["h100", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("a100-80gb", "b200"))]
+)
 def test_encoding_is_six_launches(kind):
     """They are the two passes and four kernels of thin algebra. XLA makes 20 and more of it, with library calls."""
     mesh = gpu(kind)

@@ -85,6 +85,7 @@ def test_hosts_that_wait_for_kernels_lose_the_same_on_each_layer_and_micro_batch
     assert predicted(other, PublishedConstants(waiting=2e-3)) == predicted(other)
 
 
+@pytest.mark.once
 def test_a_fit_finds_the_constants_that_made_the_runs():
     truth = PublishedConstants(a100=0.66, h100=0.5, limited=0.45, memory=0.65, inside=0.6, between=0.6)
     few = [run for run in RUNS if run.devices <= 1024][::3]

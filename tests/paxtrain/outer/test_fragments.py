@@ -47,12 +47,12 @@ INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 @pytest.mark.parametrize(
     ("fragments", "mesh", "layers", "sections"),
     [
-        (1, (2, 1, 1), 4, {}),
-        (2, (2, 1, 1), 4, {}),
+        pytest.param(1, (2, 1, 1), 4, {}, marks=pytest.mark.slow),
+        pytest.param(2, (2, 1, 1), 4, {}, marks=pytest.mark.slow),
         pytest.param(3, (4, 2, 2), 4, {}, marks=pytest.mark.slow),
         (2, (2, 2, 1), 3, {}),  # stages of two layers and of one
-        (4, (2, 4, 1), 4, {}),
-        (3, (2, 2, 1), 4, INTERLEAVED),
+        pytest.param(4, (2, 4, 1), 4, {}, marks=pytest.mark.slow),
+        pytest.param(3, (2, 2, 1), 4, INTERLEAVED, marks=pytest.mark.once),
         pytest.param(3, (2, 2, 1), 8, INTERLEAVED, marks=pytest.mark.slow),
     ],
 )

@@ -167,6 +167,7 @@ def test_with_one_stage_the_last_micro_batch_reduces_layer_by_layer():
     assert reduced_under_compute(trained, text) >= 0.99 * 3
 
 
+@pytest.mark.slow
 @reads_small_step
 def test_reductions_behind_the_rows_would_be_seen_and_take_as_much_memory(monkeypatch):
     """Negative control: no matrix product lies over a reduction that comes behind the last op."""

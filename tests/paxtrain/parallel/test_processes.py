@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from tests.compress_settings import nested
 from tests.processes import run_processes
 
-# Prints the kinds of collectives that each program has. The last one is what must not be there.
+# Prints the kinds of collectives that each program has. The last one is what must not be there. All processes have the
+# same programs, so each compiles half of them.
 KINDS = """
 import json
 import numpy as np
@@ -18,7 +21,7 @@ from paxtrain.xla import hlo
 
 OPTIONS = {"xla_backend_optimization_level": 0}
 found = []
-for values in json.loads(sys.argv[1]):
+for values in json.loads(sys.argv[1])[jax.process_index() :: 2]:
     config = from_dict(values)
     trainer = Trainer(config, make_mesh(config.mesh))
     lowered = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch())
@@ -44,6 +47,7 @@ def values(mesh, zero1=True, optimizer=None, **compress):
     }
 
 
+@pytest.mark.once
 def test_no_program_of_several_processes_has_a_reduce_scatter():
     everything = {
         "backward_messages": "all",
@@ -60,7 +64,7 @@ def test_no_program_of_several_processes_has_a_reduce_scatter():
     ]
     for output in run_processes(KINDS, json.dumps(configurations)):
         *programs, control = json.loads(output.splitlines()[-1])
-        assert len(programs) == len(configurations)
+        assert len(programs) == len(configurations) / 2
         for kinds in programs:
             assert "all-to-all" in kinds and "all-reduce" in kinds and "reduce-scatter" not in kinds
         assert control == ["reduce-scatter"]

@@ -54,8 +54,17 @@ def exact_gradients(closed, arguments):
     return [exact.get(out, np.asarray(values[out], np.float64)) for out in closed.jaxpr.outvars[:-1]]
 
 
-@pytest.mark.parametrize("save", ["dots", "residuals", "layer_inputs"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "save"),
+    [
+        ("gpt2", "dots"),
+        ("llama", "layer_inputs"),
+        pytest.param("gpt2", "residuals", marks=pytest.mark.once),
+        pytest.param("gpt2", "layer_inputs", marks=pytest.mark.slow),
+        pytest.param("llama", "dots", marks=pytest.mark.slow),
+        pytest.param("llama", "residuals", marks=pytest.mark.slow),
+    ],
+)
 def test_the_sums_are_those_of_the_vjp_without_its_rounding(family, save):
     vjp, weights, totals, x, rest = a_layer(family, save)
     adding = AddingBackward(vjp, weights, x)

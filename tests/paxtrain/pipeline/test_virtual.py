@@ -218,6 +218,7 @@ def loss_gradients_and_norm(trainer):
     return jax.device_get(jax.jit(run)(params, tokens))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("sizes, schedule, zero1, sequence", STEPS)
 def test_a_step_is_that_of_the_real_mesh(sizes, schedule, zero1, sequence):
     c = configuration(sizes, schedule, zero1, sequence)

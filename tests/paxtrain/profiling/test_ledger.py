@@ -69,7 +69,9 @@ def small(schedule: str, tensor: int = 1) -> Config:
     return ledger.scheduled(config, schedule, tensor, pipe=2)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "eager_1f1b"])
+@pytest.mark.parametrize(
+    "schedule", ["zb_h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "eager_1f1b"))]
+)
 def test_the_host_reads_a_condition_less_than_once_per_row(schedule):
     """What is left are the loops in which some stages gather the table and reduce their gradients over data."""
     c = small(schedule)
@@ -78,6 +80,7 @@ def test_the_host_reads_a_condition_less_than_once_per_row(schedule):
     assert found.most <= found.rows
 
 
+@pytest.mark.slow
 def test_without_graphs_it_would_read_several(monkeypatch):
     """Negative control: the user's flags leave loops out of graphs."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")

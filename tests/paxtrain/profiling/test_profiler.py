@@ -81,6 +81,7 @@ def records(out, name):
     return {r["step"]: r[name] for r in metrics.read(out / metrics.FILE) if name in r}
 
 
+@pytest.mark.once
 def test_the_breakdown_adds_up_to_the_time_that_the_steps_took(profiled):
     [total], step = records(profiled, "profile_step").values(), records(profiled, "step_seconds")
     parts = {name: records(profiled, f"profile_{name}") for name in GROUPS}

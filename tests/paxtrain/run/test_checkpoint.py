@@ -348,6 +348,7 @@ def test_a_save_that_fails_in_one_of_two_processes_is_told_there(tmp_path, faili
     assert steps_in(tmp_path / "run") == [1]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("late", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_two_processes_that_see_other_checkpoints_take_those_of_the_first(tmp_path, late):
     run_processes(HERE + LATE, tmp_path / "run", late)

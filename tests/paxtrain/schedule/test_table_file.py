@@ -51,6 +51,7 @@ def gradients(c, overlap: bool | None = None) -> list[np.ndarray]:
     return jax.tree.leaves(jax.device_get((loss, trainer.layout.to_canonical(grads))))
 
 
+@pytest.mark.slow
 def test_the_csv_of_1f1b_trains_bit_equal_to_1f1b(tmp_path):
     mine = gradients(config(written(tmp_path, TORCH_1F1B)))
     for one, other in zip(gradients(config("1f1b")), mine, strict=True):

@@ -100,6 +100,7 @@ def sent_low_rank(gradients, rank):
     return np.stack(arrived), np.stack(errors_left)
 
 
+@pytest.mark.once
 def test_errors_and_cosines_are_those_of_numpy():
     """Gradients from the plain model, compressed in numpy, equal those that the links of the virtual mesh record."""
     compress = {"backward_messages": "all", "form": "qr", "error": "explicit"}

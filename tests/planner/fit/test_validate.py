@@ -199,6 +199,7 @@ def test_other_methods_say_something_else(table, tmp_path, run):
     assert abs(errors["simulate"] - errors["amp"]) < 1e-3 < abs(errors["simulate"] - errors["pipette"])
 
 
+@pytest.mark.once
 def test_folds_and_seeds(table, tmp_path, run):
     code, said, _ = run(f"--trials={table}", "--folds=2", f"--out={tmp_path / 'out'}")
     result = json.loads(said.splitlines()[-1])

@@ -66,6 +66,7 @@ def test_machines_are_found(machines):
     assert machines.memory[0] * jax.local_device_count() > 1e8
 
 
+@pytest.mark.once
 def test_the_file_can_be_planned_with(profiled, config, tmp_path):
     cluster, said = profiled
     cluster.save(tmp_path / "cluster.json")
@@ -263,6 +264,7 @@ print(json.dumps([[device.id for device in optimizer.devices] for optimizer in m
 """
 
 
+@pytest.mark.once
 def test_each_process_times_the_optimizer_on_its_own_devices():
     """A host has two processes, as with one process per device."""
     outputs = run_processes(OPTIMIZERS, json.dumps(MODEL | {"heads": 4, "layers": 1}), devices=2)

@@ -102,8 +102,15 @@ def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropo
     ("schedule", "save"), [*(("1f1b", save) for save in SAVE_MODES), *(("zb_h1", save) for save in SPLIT_SAVES)]
 )
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize(("dtype", "dropout"), [("bfloat16", 0.0), ("float32", 0.1)])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "sequence"),
+    [
+        ("bfloat16", 0.0, True),
+        ("float32", 0.1, False),
+        pytest.param("bfloat16", 0.0, False, marks=pytest.mark.slow),
+        pytest.param("float32", 0.1, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout, sequence):
     """This holds with tensor groups, with and without sequence parallelism."""
     c = config(

@@ -166,6 +166,7 @@ def test_layouts_fill_hosts_and_differ(data, pipe, slots):
     assert len(together) == len(found)
 
 
+@pytest.mark.once
 def test_annealed_placements_of_eight_hosts_are_the_best():
     """The cases are a sample of those that python -m experiments.bench.planner --sections=placement runs."""
     left = np.array([share for _, share in against_exhaustive([3])])
@@ -230,6 +231,7 @@ def spread_of_seeds(hosts: int, per_host: int, racks: int, mesh: tuple[int, int]
     return max(seconds) / min(seconds) - 1
 
 
+@pytest.mark.slow
 def test_seeds_agree_where_hosts_are_in_racks():
     """The racks do not divide the stages: eight hosts with four groups each, three racks."""
     assert spread_of_seeds(8, 4, 3, (8, 4), 3) <= 0.02

@@ -71,7 +71,10 @@ def counted(report) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("schedule, pipe", [("1f1b", 4), ("interleaved_1f1b", 4), ("1f1b", 1), ("1f1b", 8)])
+@pytest.mark.parametrize(
+    "schedule, pipe",
+    [("interleaved_1f1b", 4), ("1f1b", 1), *(pytest.param("1f1b", n, marks=pytest.mark.slow) for n in (4, 8))],
+)
 def test_every_flow_is_counted_where_it_goes(schedule, pipe):
     report = spread_report(schedule, pipe)
     sites = dataclasses.replace(report.cluster, sites=(0, 1, 1, 0))
@@ -93,7 +96,7 @@ def test_one_site_has_nothing_between_sites_and_the_report_says_what_is_sent():
     assert "a step sends" in said and "between sites" in said
 
 
-@pytest.mark.parametrize("pxn", [True, False])
+@pytest.mark.parametrize("pxn", [True, pytest.param(False, marks=pytest.mark.once)])
 def test_what_leaves_by_each_nic_is_counted_and_said(pxn):
     some = cluster(4, 4, nics=2, rails={"pxn": pxn})
     report = made_report(micro_batches=8, schedule="1f1b", pipe=4, tensor=2, cluster=some)
@@ -160,6 +163,7 @@ CODED = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("compress", "mesh", "fewer"),
     [

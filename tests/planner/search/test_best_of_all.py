@@ -41,6 +41,7 @@ def test_no_plan_is_better_in_a_thousand(seed):
     assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
 
 
+@pytest.mark.once
 def test_a_plan_that_is_not_placed_jointly_is_seen(monkeypatch):
     """Negative control: without the joint choice some instances have a regret far above the limit."""
     for name in ("quickly", "carefully"):

@@ -82,6 +82,7 @@ def test_one_site_alone_is_tried_where_the_way_to_the_others_is_slow(sites):
     assert best.found.seconds == pytest.approx(alone.seconds) and best.gain > 3
 
 
+@pytest.mark.once
 def test_no_plan_trains_more_sequences_than_hosts_can():
     one = search(cluster(4, 2, device=["a100-80gb", "h100"] * 2), 32)
     best = one.run().ranked[0].seconds

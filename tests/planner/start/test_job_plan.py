@@ -239,6 +239,7 @@ def test_bad_flags_and_sections_are_found_before_anything_is_measured():
         PlanOptions(schedules=("zigzag",))
 
 
+@pytest.mark.once
 def test_nodes_without_a_profile_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(compute_timing, "_LEAST", 0.002)
     group = ProcessGroup(60)
