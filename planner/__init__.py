@@ -1,7 +1,8 @@
 """The planner measures a cluster, predicts the time and memory of training on it, places the ranks, and picks a plan.
 
-The mains lie directly in this package (`python -m planner.plan`); everything else lives in rooms. The names below are
-the interface for programs that import planner. Each is loaded when it is first used.
+The mains lie directly in this package (`python -m planner.plan`) or are a room's own (`python -m planner.export`,
+`python -m planner.memory`); everything else lives in rooms. The names below are the interface for programs that import
+planner. Each is loaded when it is first used.
 """
 
 import importlib

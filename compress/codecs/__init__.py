@@ -1,4 +1,4 @@
-"""Codecs by name, and those of the library besides low rank. May import `compress`.
+"""Codecs by name, and those of the library besides low rank.
 
 named.py        a codec from its name, or from package.module:Class, and its options
 rounding.py     the base of codecs that round block by block, with error feedback

@@ -7,8 +7,6 @@
     load.py shipped.py                           configurations from mappings and files; shipped files by name
     plan.py                                      a plan, which sets mesh, pipeline, batch, compression and groups
     checks.py                                    helpers of the sections' checks, which are in their __post_init__
-
-May import `paxtrain.schedule`.
 """
 
 from paxtrain.config.compress import CompressConfig

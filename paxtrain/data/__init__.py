@@ -5,6 +5,4 @@
     token_files.py                       token files, and the stream of samples read from them
     checksums.py                         checksums of token files
     mixture.py datasets.py               weighted mixtures; the data sets of a run
-
-May import `paxtrain.config`.
 """

@@ -3,6 +3,4 @@
     exporting.py importing.py    checkpoint to model, and back
     architectures.py             names and shapes of the parameters
     files.py                     the files of a model
-
-May import `config`, `model`, `data` and `run`.
 """

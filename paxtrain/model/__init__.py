@@ -4,6 +4,4 @@
     tensor_parallel.py    the collectives of a layer and the embedding over tensor
     pointwise.py          norms and activations, which keep little for their backward
     cross_entropy.py      the head's loss and its gradients, without the logits of all tokens
-
-May import `compress` and `paxtrain.config`.
 """

@@ -4,6 +4,4 @@
     exchange.py     the mean of the groups' differences, as they are or through a reducer
     fragments.py    the fragments of a model, which may be exchanged one after another (Streaming DiLoCo)
     timetable.py    the steps at which fragments are exchanged
-
-May import `parallel`, and what that may import.
 """

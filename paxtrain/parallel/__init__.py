@@ -11,6 +11,4 @@
     stage_choice.py              the stages to compress, from measured times
     optimizer.py muon.py         the update
     compiler_options.py          XLA's options for the step
-
-May import `compress` and the rooms below it: `config`, `schedule`, `model`, `pipeline`, `process`.
 """

@@ -14,6 +14,4 @@
     virtual.py           the same program on one device, by vmap
 
 A gradient over data becomes a message in `paxtrain/parallel/gradients.py`.
-
-May import `compress` and the rooms `config`, `model` and `schedule`.
 """

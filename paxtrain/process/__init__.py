@@ -7,6 +7,4 @@
     setup.py                     settings of the whole process, made by mains alone
     compilation_cache.py         when jax's cache of compiled programs is not used
     jax_private.py               the private names of jax in use, each with its reason
-
-May import no other room.
 """

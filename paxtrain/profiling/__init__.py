@@ -6,6 +6,4 @@
     terms.py         predicted beside measured terms of a step
     ledger.py        what a compiled step computes, moves and sends on a GPU that is not there
     timeline.py      timelines for Perfetto and as a picture
-
-May import `paxtrain.config`, `model`, `schedule`, `parallel`, `process`, `devices`, `run` and `xla`.
 """

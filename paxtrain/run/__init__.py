@@ -8,7 +8,4 @@
     run_lock.py                          one run at a time in a folder
     metrics.py report.py plots.py        metrics, tables, figures
     sampling.py                          text from a checkpoint
-
-May import the rooms of the step (`config`, `model`, `pipeline`, `schedule`, `parallel`), `outer`, `data`, `process`,
-`profiling`, `devices` and `xla`.
 """

@@ -8,6 +8,5 @@
     table_file.py           a schedule from a CSV file, which needs no code
     drawing.py              a table as a picture
 
-May import `compress.policy`, and nothing else of the project. Tables are plain numpy: the executor and the planner
-both read them.
+Tables are plain numpy: the executor and the planner both read them.
 """

@@ -10,6 +10,4 @@
     loss_probe_file.py      the same as a file, which the planner reads
     propagation.py          lazy error propagation, with it and without
     report.py plots.py      the page, its CSV files and its figures
-
-May import every other room of `paxtrain` except `huggingface`.
 """

@@ -5,6 +5,4 @@
     costs.py     the bytes and FLOPs of its kernels
     traced.py    the collectives of a program that is traced, and not compiled
     aot.py       programs compiled for GPUs that are not there
-
-May import `paxtrain.devices`.
 """

@@ -4,6 +4,4 @@
     free_choice.py    what parts of a plan cost that flags fix
     hosts.py          what more hosts bring
     what_if.py        plans for a cluster that changes
-
-May import `planning` and everything that `planning` may import.
 """

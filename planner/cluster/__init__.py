@@ -11,6 +11,4 @@
     link_fit.py        a fit of links that were not measured
     trunks.py          uplinks that several hosts share
     rails.py           NICs of one number in all hosts, joined by a switch
-
-May import nothing of the planner.
 """

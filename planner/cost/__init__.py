@@ -12,7 +12,4 @@
     outer.py                the exchange of groups that train apart
     simulate.py             one configuration on one cluster
     closed_forms.py         Pipette's and AMP's estimates, for comparison
-
-May import `planner.cluster`, `planner.pipeline`, `paxtrain.config` and `paxtrain.schedule`, and `compress` within
-functions: it imports jax.
 """

@@ -4,6 +4,4 @@
     megatron.py     Megatron-LM's flags
     torchtitan.py   a configuration for torchtitan
     maxtext.py      MaxText's settings
-
-May import `paxtrain.config` and `paxtrain.schedule`.
 """

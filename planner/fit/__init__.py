@@ -5,6 +5,4 @@
     constants.py calibrate.py               the constants; their fit
     validation.py accuracy.py               fitting some runs and predicting the others; scores
     recalibrate.py                          fitted constants, put into a cluster
-
-May import `cluster`, `cost` and `pipeline`.
 """

@@ -3,5 +3,5 @@
     launching.py job.py               options and their checks; what runs on each node
     slurm.py jobset.py local.py       the job for SLURM, for Kubernetes, on this machine
 
-`launching` checks the options of planner.launch. May import `memory`, for the share of a GPU that plans fill.
+`launching` checks the options of planner.launch.
 """

@@ -8,6 +8,4 @@
     profile_trunks.py                           uplinks that several hosts share
     profile_compute.py compute_timing.py        compute
     options.py flags.py                         options; the flags of the mains that measure
-
-May import `cluster` and `cost`, and of `paxtrain` the trainer, whose parts it times.
 """

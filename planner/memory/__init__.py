@@ -3,6 +3,4 @@
     closed_form.py margin.py    the estimate, for many candidates at once; its safety margin
     compiled.py                 exact bytes, by the compiler
     labels.py                   main that makes data/, the compiler's bytes from which the margin follows
-
-May import `cost`, and of `paxtrain` the trainer, which it compiles.
 """

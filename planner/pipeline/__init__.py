@@ -4,6 +4,4 @@
     simulator.py            the executor's time for the rows, and their timeline
     repetition.py           rows that repeat many times, of which few are replayed
     ideal.py                what a schedule would allow, for comparison
-
-May import `paxtrain.schedule`.
 """

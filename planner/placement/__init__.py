@@ -8,6 +8,4 @@
     gain.py               the gain of one placement over another
     spared.py             links on which a plan that has its placement need not compress
     rules.py              the rules of AMP and Pipette, to compare with
-
-May import `cluster`, `pipeline` and `cost`.
 """

@@ -6,6 +6,4 @@
     offers.py         gains of compression that was not asked for
     loss_budget.py    codecs within a budget of loss, by a probe of the model
     to_plan.py        a candidate as a plan for the trainer
-
-May import `report` and everything that `report` may import.
 """

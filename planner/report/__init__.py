@@ -5,6 +5,4 @@
     losses.py                       losses that the study or a probe saw for kinds of compression
     traffic.py groups.py            bytes by where they go; what groups that train apart exchange
     drawings.py gantt.py svg.py     the page's figures
-
-May import `cluster`, `pipeline`, `cost` and `search`, and of `paxtrain.study` the file of a probe.
 """

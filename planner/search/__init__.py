@@ -9,6 +9,4 @@
     nearby.py                    quicker plans on fewer hosts, and for batches near by
     baselines.py explain.py      gains over others' rules; reasons against the neighbors of the chosen plan, and for
                                  a plan that compresses nothing
-
-May import `cluster`, `cost`, `memory` and `placement`.
 """

@@ -4,6 +4,4 @@
     job_plan.py        the plan for these nodes, old or new
     environment.py     the record of each start
     run_record.py      the record of what a run measured beside its plan's prediction
-
-May import `measure`, `fit`, `planning` and what `planning` may import.
 """

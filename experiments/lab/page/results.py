@@ -100,7 +100,8 @@ def write(records: pathlib.Path, page: pathlib.Path) -> None:
         drawing.figure.savefig(beside / f"{drawing.name}.png")
     text = [
         "# Results on the test cluster",
-        "    make lab        # measures all of it, as root\n"
+        "    make lab        # measures it, as root, except paper, sooner and adaptive, "
+        'which ARGS="--experiments=..." names\n'
         "    .venv/bin/python -m experiments.lab.page.results     # writes this page again from docs/results/records",
         _filled(INTRODUCTION),
         _targets([target for section in sections for target in section.targets]),

@@ -3,6 +3,4 @@
     settled.py      Compression: codecs of the links, the reducer, levels of the stages, and their state
     named.py        the codecs that a configuration names; the implementation of their kernels
     checks.py       what is refused before anything is compiled
-
-Modules of `parallel` import these. May import what `parallel` may, and its layout.py.
 """
