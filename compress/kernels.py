@@ -73,7 +73,7 @@ def uses_kernels(implementation: str) -> bool:
     return implementation != "xla"
 
 
-def largest_rank(capability: float) -> int:
+def largest_kernel_rank(capability: float) -> int:
     """Return the largest rank that the kernels take on a GPU: an A100 has less shared memory than those after it."""
     return triton.LARGEST_RANK if capability >= 9 else 64
 

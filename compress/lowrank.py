@@ -177,7 +177,7 @@ def _too_large(name: str, codec: LowRank, shape: tuple[int, ...], dtype: DTypeLi
     """
     n, k = math.prod(shape[:-1]), shape[-1]
     sizes = jnp.dtype(dtype).itemsize, jnp.dtype(codec.factors).itemsize
-    largest = policy.largest_rank(n, k, max(min_ratio, 1e-9), *sizes)  # 0 asks for no saving at all
+    largest = policy.largest_rank(n, k, min_ratio, *sizes)
     if codec.rank <= largest:
         return ""
     return policy.too_large(f"{name}={codec.rank}", f"messages are {n} x {k}", largest, min_ratio)

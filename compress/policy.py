@@ -41,11 +41,11 @@ def largest_rank(n: int, k: int, min_ratio: float = 2.0, dense_bytes: float = 4,
     Args:
         n: rows of the matrix.
         k: columns of the matrix.
-        min_ratio: required ratio of bytes, matrix over factors.
+        min_ratio: required ratio of bytes, matrix over factors; 0 asks for no saving at all.
         dense_bytes: bytes of an element of the matrix on the wire.
         factor_bytes: bytes of an element of the factors on the wire.
     """
-    return min(n, k, math.floor(compression_ratio(n, k, 1, dense_bytes, factor_bytes) / min_ratio))
+    return min(n, k, math.floor(compression_ratio(n, k, 1, dense_bytes, factor_bytes) / max(min_ratio, 1e-9)))
 
 
 def too_large(setting: str, what: str, largest: int, min_ratio: float) -> str:

@@ -194,7 +194,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def largest_rank(shape: tuple[int, ...], min_ratio: float) -> int:
     """Return the largest rank whose factors are `min_ratio` times smaller than an array; 0 if there is none."""
-    return policy.largest_rank(*_matrix(shape), max(min_ratio, 1e-9))  # 0 asks for no saving at all
+    return policy.largest_rank(*_matrix(shape), min_ratio)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Training data: corpora of text, tokenizers, token files made from them, data sets and mixtures of those.
 
-    corpus.py preparation.py             text; token files made from it
-    tokenizer.py                         tokenizers
-    token_files.py                       token files, and the stream of samples read from them
-    checksums.py                         checksums of token files
-    mixture.py datasets.py               weighted mixtures; the data sets of a run
+corpus.py preparation.py             text; token files made from it
+tokenizer.py                         tokenizers
+token_files.py                       token files, and the stream of samples read from them
+checksums.py                         checksums of token files
+mixture.py datasets.py               weighted mixtures; the data sets of a run
 """

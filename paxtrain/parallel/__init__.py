@@ -1,14 +1,14 @@
 """The parallel training step: mesh, layout of the parameters, gradients over data, compression, optimizer.
 
-    step.py                      Trainer: the compiled functions of one configuration on one mesh
-    mesh.py layout.py            devices by axes; how parameters lie on them
-    weights.py                   the weights' gather over data, before the pipeline
-    reduction.py                 when a stage reduces which of its gradients over data
-    gradients.py                 the collectives that do it, and the exchange of the tied embedding's gradients
-    embedding.py                 the codec of the embedding's gradients
-    compression/                 codecs of the links, reducer, their checks
-    ranks.py                     ranks of the stages over data
-    stage_choice.py              the stages to compress, from measured times
-    optimizer.py muon.py         the update
-    compiler_options.py          XLA's options for the step
+step.py                      Trainer: the compiled functions of one configuration on one mesh
+mesh.py layout.py            devices by axes; how parameters lie on them
+weights.py                   the weights' gather over data, before the pipeline
+reduction.py                 when a stage reduces which of its gradients over data
+gradients.py                 the collectives that do it, and the exchange of the tied embedding's gradients
+embedding.py                 the codec of the embedding's gradients
+compression/                 codecs of the links, reducer, their checks
+ranks.py                     ranks of the stages over data
+stage_choice.py              the stages to compress, from measured times
+optimizer.py muon.py         the update
+compiler_options.py          XLA's options for the step
 """

@@ -176,7 +176,7 @@ class Coded:
         if (codec := getattr(self, place)) is not None:
             return _message_problem(codec, shape, dtype, min_ratio)
         n, k = math.prod(shape[:-1]), shape[-1]
-        largest = largest_rank(n, k, max(min_ratio, 1e-9))
+        largest = largest_rank(n, k, min_ratio)
         if self.forward_rank <= largest:
             return ""
         return too_large(f"compress.forward.rank={self.forward_rank}", f"messages are {n} x {k}", largest, min_ratio)
@@ -255,7 +255,7 @@ class Coded:
         """
         if self.data is None:
             rows, columns = self.part(shape, members, zero1)
-            return rank <= largest_rank(int(rows), int(columns), max(min_ratio, 1e-9))
+            return rank <= largest_rank(int(rows), int(columns), min_ratio)
         return _takes(self._reducer(members), shape, members, zero1, min_ratio)
 
     def exchanges(self, shape: tuple[int, int], members: int, zero1: bool) -> tuple[CodecExchange, ...]:

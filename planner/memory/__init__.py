@@ -1,6 +1,6 @@
 """Bytes of a training step on one device: in closed form, and from the compiler.
 
-    closed_form.py margin.py    the estimate, for many candidates at once; its safety margin
-    compiled.py                 exact bytes, by the compiler
-    labels.py                   main that makes data/, the compiler's bytes from which the margin follows
+closed_form.py margin.py    the estimate, for many candidates at once; its safety margin
+compiled.py                 exact bytes, by the compiler
+labels.py                   main that makes data/, the compiler's bytes from which the margin follows
 """

@@ -1,9 +1,9 @@
 """The way from a cluster and a configuration to a plan: the search, the compiler's check, the report.
 
-    planning.py       plan(): search, check of memory, report
-    inputs.py         the configuration's sections that are read, and the search that they ask for
-    options.py        PlanOptions, and their checks
-    offers.py         gains of compression that was not asked for
-    loss_budget.py    codecs within a budget of loss, by a probe of the model
-    to_plan.py        a candidate as a plan for the trainer
+planning.py       plan(): search, check of memory, report
+inputs.py         the configuration's sections that are read, and the search that they ask for
+options.py        PlanOptions, and their checks
+offers.py         gains of compression that was not asked for
+loss_budget.py    codecs within a budget of loss, by a probe of the model
+to_plan.py        a candidate as a plan for the trainer
 """

@@ -207,7 +207,7 @@ def _why_no_gradients(space: Space, model: ModelConfig, choices: Choices) -> str
         return coded.data_problem(compute.kernels(model, tensor), together, choices.min_ratio)
 
     def useful(matrix: tuple[int, int]) -> int:
-        return largest_rank(*matrix, max(choices.min_ratio, 1e-9))
+        return largest_rank(*matrix, choices.min_ratio)
 
     def smallest(tensor: int, together: int) -> tuple[int, int]:
         parts = [coded.part(shape, together, True) for shape in compute.kernels(model, tensor)]
@@ -228,5 +228,5 @@ def _too_large(place: str, ranks: tuple[int, ...], what: str, matrix: tuple[int,
         matrix: its rows and columns.
         min_ratio: factor by which it must become smaller.
     """
-    largest = largest_rank(*matrix, max(min_ratio, 1e-9))
+    largest = largest_rank(*matrix, min_ratio)
     return too_large(f"--{place}_ranks={listed(ranks)}", what, largest, min_ratio)

@@ -422,7 +422,7 @@ def _compressions(
     between, coded, ratio = [(0, 0)], choices.coded, choices.min_ratio
 
     def useful(rows: int, columns: int) -> int:
-        return largest_rank(int(rows), int(columns), max(ratio, 1e-9))
+        return largest_rank(int(rows), int(columns), ratio)
 
     kinds = [BACKWARD.index(kind) for kind in choices.backward if kind != "none"] if pipe > 1 else []
     if kinds and coded.backward is not None:

@@ -1,6 +1,6 @@
 """The compression of one configuration on one mesh.
 
-    settled.py      Compression: codecs of the links, the reducer, levels of the stages, and their state
-    named.py        the codecs that a configuration names; the implementation of their kernels
-    checks.py       what is refused before anything is compiled
+settled.py      Compression: codecs of the links, the reducer, levels of the stages, and their state
+named.py        the codecs that a configuration names; the implementation of their kernels
+checks.py       what is refused before anything is compiled
 """

@@ -6,7 +6,7 @@ import jax
 
 from compress.codec import Codec
 from compress.codecs import named
-from compress.kernels import MOSAIC, largest_rank, on_gpu
+from compress.kernels import MOSAIC, largest_kernel_rank, on_gpu
 from compress.reducer import Reducer, Scattered
 from paxtrain.config import CompressConfig, Config
 from paxtrain.config.options import PLACES, REDUCED
@@ -31,7 +31,7 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
     ranks += [c.forward.rank] if "forward" in low else []
     ranks += [c.data.rank] if "data" in low else []
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
-    here, largest = on_gpu(capability), largest_rank(capability)
+    here, largest = on_gpu(capability), largest_kernel_rank(capability)
     if asked == "auto":
         # Other GPUs of the A100's generation have less shared memory than an A100.
         return here[0] if (capability == 8 or capability >= 9) and max(ranks) <= largest else "xla"

@@ -1,8 +1,9 @@
 """The compression of one configuration on one mesh: codecs of the links, the reducer and the levels of the stages.
 
-Between the stages activation gradients and, if the configuration says so, activations are compressed. Each directed
-link and chunk of layers has one codec state. Over data the gradients of the layers' kernels on chosen stages are, with
-one state per stage. The embedding's gradients have a codec of their own; norms and biases always travel as they are.
+Between the stages it compresses activation gradients and, if the configuration says so, activations, with one codec
+state for each directed link and chunk of layers. Over data it compresses the gradients of the layers' kernels on chosen
+stages, with one state per stage. The embedding's gradients have a codec of their own; norms and biases always travel as
+they are.
 
 Levels over data, PowerSGD's ranks, are static in a compiled step, since they decide the size of what travels: one per
 stage, 0 for dense. A run starts dense and changes the levels at logged steps.
