@@ -21,7 +21,7 @@ from tests.processes import run_processes
 from tests.sources import ROOT
 
 STEPS = 3
-SHORT = {"run__steps": STEPS, "run__eval_every": 0, "optimizer__warmup_steps": 1, "model__layers": 2}
+SHORT = {"mesh__tensor": 2, "run__steps": STEPS, "run__eval_every": 0, "optimizer__warmup_steps": 1, "model__layers": 2}
 
 
 def in_a_process(program):

@@ -67,8 +67,8 @@ def test_a_process_that_is_late_everywhere_ends_nothing(tmp_path, monkeypatch, b
     """Without the barriers the same lateness ends the run in a collective."""
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_collective_timeout_seconds={LIMIT}")
     home = corpus(tmp_path)
-    shape = {"run__eval_every": 0, "run__sample_tokens": 0, "model__layers": 2, "optimizer__warmup_steps": 1}
-    shape |= {"checkpoint__every": 0, "checkpoint__keep_every": 0}
+    shape = {"mesh__tensor": 2, "run__eval_every": 0, "run__sample_tokens": 0, "model__layers": 2}
+    shape |= {"optimizer__warmup_steps": 1, "checkpoint__every": 0, "checkpoint__keep_every": 0}
     selective = {"compress__data_stages": "selective", "compress__data_rank": 4}
 
     def values(out, steps, **changes):

@@ -21,7 +21,6 @@ import pytest
 
 from paxtrain.config import plan
 from paxtrain.errors import UserError
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics, sampling
 from paxtrain.run.checkpoint import Checkpoints
@@ -34,6 +33,7 @@ from tests.paxtrain.training import (
     curve,
     expected_batches,
     losses,
+    mesh_of,
     same_bits,
     settings,
     started,
@@ -130,7 +130,7 @@ def checkpoints_in(out):
 
 def final_state(config):
     """Return the newest checkpoint's (arrays, metadata)."""
-    trainer = Trainer(config, make_mesh(config.mesh))
+    trainer = Trainer(config, mesh_of(config))
     found = Checkpoints(pathlib.Path(config.run.out) / sampling.CHECKPOINTS, config.checkpoint).restore(
         trainer.abstract_canonical(), sampling.architecture(config.model)
     )
@@ -295,13 +295,13 @@ class Recorded(Run):
             },
             marks=pytest.mark.slow,
         ),
-        {"mesh__data": 4, "mesh__tensor": 1, "batch__micro_batch": 1, "batch__data_micro_batches": "3,2,2,1"},
-        pytest.param({"mesh__data": 2, "mesh__pipe": 4, "mesh__tensor": 1}, marks=pytest.mark.slow),
+        {"mesh__pipe": 1, "mesh__tensor": 2, "batch__data_micro_batches": "3,1"},
+        pytest.param({"mesh__data": 2, "mesh__pipe": 4}, marks=pytest.mark.slow),
     ],
     ids=["interleaved-sequence-parallel", "uneven-data-ranks", "four-stages"],
 )
 def test_continuing_on_another_mesh(home, reference, past, capsys, changes):
-    run = Recorded(c := configuration(home, past, **changes), make_mesh(c.mesh))
+    run = Recorded(c := configuration(home, past, **changes), mesh_of(c))
     run.train()
     assert f"resumed from step {STEPS - EVERY}" in capsys.readouterr().out
     assert np.array_equal(np.stack(run.consumed), expected_batches(home, STEPS)[-EVERY:, c.batch_samples])
@@ -330,7 +330,6 @@ def processes_flags(count, devices, head=lambda i: ()):
 )
 def test_continuing_with_other_processes(home, reference, past, mesh, batch):
     """From one process with 8 devices to two with 2 each, to the end and its summary."""
-    mesh = {"mesh__tensor": 1, **mesh}
     with running(home, past, *processes_flags(2, 2), **mesh) as processes:
         (stdout, _), (other, _) = finish(processes)
     assert f"resumed from step {STEPS - EVERY}" in stdout
@@ -373,7 +372,7 @@ def test_processes_are_one_run_and_stop_together(home, reference, tmp_path, coun
 
 @pytest.mark.once
 def test_a_plan_overrides_the_configuration(home, reference, past, tmp_path):
-    order = (5, 2, 7, 0, 1, 6, 3, 4)
+    order = (3, 0, 2, 1)
     config = configuration(home, past)
     sections = (config.mesh, config.pipeline, config.batch, config.compress)
     plan.save(plan.Plan(*sections, device_order=order), tmp_path / "plan.json")
@@ -382,6 +381,6 @@ def test_a_plan_overrides_the_configuration(home, reference, past, tmp_path):
     launch = ((record,), (f"--plan={tmp_path / 'plan.json'}",))
     with running(home, past, launch, program=("-c", RECORDER), **wrong) as processes:
         [(stdout, _)] = finish(processes)
-    assert "data=2 pipe=2 tensor=2" in stdout and "2 micro-batches x 2" in stdout
+    assert "data=2 pipe=2 tensor=1" in stdout and "2 micro-batches x 2" in stdout
     assert tuple(json.loads(record.read_text())["devices"]) == order
     assert_same_run(home, past, reference)

@@ -26,7 +26,7 @@ SETTINGS = {
     "model.embedding_dropout": 0.1,
     "mesh.data": 2,
     "mesh.pipe": 2,
-    "mesh.tensor": 2,
+    "mesh.tensor": 1,
     "batch.global_batch": 8,
     "batch.micro_batch": 2,
     "optimizer.warmup_steps": 10,
@@ -55,8 +55,12 @@ def settings(home, out, **changes):
     return SETTINGS | {name: str(value) for name, value in paths.items()} | changes
 
 
+def mesh_of(config: Config) -> jax.sharding.Mesh:
+    return make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices])
+
+
 def started(config: Config) -> Run:
-    return Run(config, make_mesh(config.mesh))
+    return Run(config, mesh_of(config))
 
 
 def configuration(*args, **changes):
@@ -102,7 +106,7 @@ def finished(values: dict[str, dict], changes: dict[str, Any], codec: Any = None
         section, key = name.split("__")
         values = values | {section: values[section] | {key: value}}
     config = from_dict(values | {"compress": nested(values["compress"])})
-    run = Run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]), codec=codec)
+    run = Run(config, mesh_of(config), codec=codec)
     states = []
     save = run.save
     run.save = lambda checkpoints, state, step: (states.append(jax.device_get(state)), save(checkpoints, state, step))

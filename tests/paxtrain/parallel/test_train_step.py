@@ -23,7 +23,7 @@ def home(tmp_path_factory):
 
 
 def trainer_of(home, tmp_path, **changes):
-    config = configuration(home, tmp_path, **changes)
+    config = configuration(home, tmp_path, **{"mesh__tensor": 2} | changes)
     return Trainer(config, make_mesh(config.mesh))
 
 
