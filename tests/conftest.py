@@ -38,3 +38,20 @@ def quiet_orbax():
     """Hide orbax's messages about reads that it gives up, as mains do; pytest would fail the running test for them."""
     with setup.quiet_orbax():
         yield
+
+
+@pytest.fixture
+def snapshot(request):
+    """Return snapshot(name, text), which compares a text with the reviewed file snapshots/NAME beside the test.
+
+    If the environment variable UPDATE_SNAPSHOTS is set, it writes the file.
+    """
+
+    def check(name, text):
+        path, lines = request.path.parent / "snapshots" / name, text.splitlines()
+        if os.environ.get("UPDATE_SNAPSHOTS"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("\n".join(lines) + "\n")
+        assert path.read_text().splitlines() == lines
+
+    return check

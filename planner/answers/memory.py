@@ -22,7 +22,7 @@ from planner.cost.candidate import Candidate
 from planner.memory import closed_form
 from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions
-from planner.report.text import aligned, labelled, longer, mesh, schedule
+from planner.report.text import aligned, hosts, labelled, longer, mesh, schedule
 from planner.search import layers
 from planner.search.search import Search
 from planner.search.space import Space, candidate_of, divisors, enumerate_candidates
@@ -125,7 +125,7 @@ class MemoryAnswer:
         """Return the answer for a terminal."""
         cluster, least = self.cluster, min(self.uses.values(), key=lambda use: use.total)
         kinds = ", ".join(dict.fromkeys(cluster.kinds))
-        where = f"{cluster.name}: {len(cluster.hosts)} hosts x {cluster.devices_per_host} {kinds}"
+        where = f"{cluster.name}: {hosts(len(cluster.hosts))} x {cluster.devices_per_host} {kinds}"
         words = f"it fits: {self.fitting:,} of {self.candidates:,} plans take at most {_gb(self.limit)} a device"
         if not self.fits:
             over = _gb(least.total - self.limit)
@@ -167,8 +167,8 @@ class MemoryAnswer:
             return "not looked for, since tensor groups span hosts"
         if self.fewest is None:
             return f"of the numbers of devices tried, up to {self.cluster.devices}, none is enough"
-        hosts, devices, use = self.fewest
-        on = f"{devices} device{'s' * (devices > 1)} on {hosts} host{'s' * (hosts > 1)}"
+        number, devices, use = self.fewest
+        on = f"{devices} device{'s' * (devices > 1)} on {hosts(number)}"
         return f"{on}: {_plan_words(use.candidate)}, {_gb(use.total)}"
 
     def json(self) -> dict[str, Any]:

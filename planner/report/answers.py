@@ -6,7 +6,7 @@ from typing import Any
 from planner.report.contents import Report
 from planner.report.questions import Scaling, WhatIf
 from planner.report.svg import GRID, HALO, INK, SOFT, Svg, duration, ticks
-from planner.report.text import aligned, labelled, longer, mesh, percent, schedule, share, tokens
+from planner.report.text import aligned, hosts, labelled, longer, mesh, percent, schedule, share, tokens
 from planner.search.trials import Found
 
 _ACCENT, _MAIN = "#d55e00", "#2f6f9f"
@@ -21,7 +21,7 @@ def lines(report: Report) -> list[str]:
         scaling = report.scaling
         found += ["", *aligned([scaling_heads(scaling), *scaling_rows(scaling)], words=(6, 7)), ""]
         found += labelled("knee", knee_words(scaling))
-        found += [line for n, why in scaling.missing for line in labelled("no plan", f"{n} hosts: {why}")]
+        found += [line for n, why in scaling.missing for line in labelled("no plan", f"{hosts(n)}: {why}")]
     if report.what_ifs:
         found += ["", *aligned([WHAT_IF_HEADS, *what_if_rows(report)], words=(0, 4))]
     return found
@@ -113,11 +113,11 @@ def knee_words(scaling: Scaling) -> str:
     knee = scaling.knee
     days = scaling.tokens / knee.tokens_per_second / 86400
     took = f"{days:.3g} days" if days >= 1 else f"{24 * days:.3g} hours"
-    words = f"{knee.hosts} hosts: {_tokens(scaling.tokens)} tokens in {took}. "
+    words = f"{hosts(knee.hosts)}: {_tokens(scaling.tokens)} tokens in {took}. "
     after = [size for size in scaling.sizes if size.hosts > knee.hosts]
     if after:
         words += (
-            f"A device that comes with the step to {after[0].hosts} hosts brings {share(scaling.marginal(after[0]))} "
+            f"A device that comes with the step to {hosts(after[0].hosts)} brings {share(scaling.marginal(after[0]))} "
             "of what one brings among the fewest, less than half. "
         )
     return words + "The global batch is the same for all, and efficiency is over the fewest hosts."

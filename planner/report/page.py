@@ -14,6 +14,7 @@ from planner.report.text import (
     WORDS,
     compression_words,
     count,
+    hosts,
     lossy_words,
     memory_words,
     mesh,
@@ -88,11 +89,12 @@ def page(report: Report) -> str:
     c, model, cluster = report.chosen.candidate, report.model, report.cluster
     title = f"A plan for {count(model.parameter_count())} parameters on {cluster.devices:,} devices"
     schedule_chart, schedule_words = gantt.gantt(report)
+    asked = [answers.free_choice_words(report)] if report.free_choice else []
     links_chart, links_words = drawings.links(report) if len(cluster.hosts) > 1 else ("", "")
     sections = [
         ("What the plan gains", _gains_words(report), _gains(report) if report.comparisons else ""),
         ("Ranked plans", _search_words(report), _ranked(report)),
-        ("As asked, and by a free choice", answers.free_choice_words(report), "") if report.free_choice else _NOTHING,
+        ("As asked, and by a free choice", _sentences(asked), ""),
         ("What more hosts bring", answers.knee_words(report.scaling), _scaling(report)) if report.scaling else _NOTHING,
         ("If the cluster changes", _WHAT_IF_WORDS, _what_ifs(report)) if report.what_ifs else _NOTHING,
         ("Near by", _sentences(nearby_words(report)), ""),
@@ -113,7 +115,7 @@ def page(report: Report) -> str:
         if inner or (words and name in _OF_WORDS)
     )
     where = (
-        f"{len(cluster.hosts):,} hosts x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
+        f"{hosts(len(cluster.hosts))} x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
         f"{cluster.name}. {model.layers} layers, hidden size {model.hidden}, sequence length {model.sequence}, "
         f"{model.dtype}, global batch {report.global_batch:,}."
     )
@@ -208,7 +210,7 @@ def _scaling(report: Report) -> str:
         for size, row in zip(scaling.sizes, answers.scaling_rows(scaling))
     ]
     heads = _cells(answers.scaling_heads(scaling), "th", (7,))
-    missing = "".join(f"<p>{n} hosts: {html.escape(why)}</p>" for n, why in scaling.missing)
+    missing = "".join(f"<p>{hosts(n)}: {html.escape(why)}</p>" for n, why in scaling.missing)
     table = f'<div class="scroll"><table><tr>{heads}</tr>{"".join(rows)}</table></div>'
     return _scrolled(answers.scaling_figure(scaling)) + table + missing
 
@@ -219,8 +221,7 @@ def _what_ifs(report: Report) -> str:
 
 
 _BYTES_WORDS = (
-    "What a step sends, all devices together, as it is without compression. Sums inside tensor groups stay in their "
-    "hosts and do not count."
+    "What a step sends, all devices together. Sums inside tensor groups stay in their hosts and do not count."
 )
 
 

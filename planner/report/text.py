@@ -52,6 +52,11 @@ def count(number: float) -> str:
     return f"{number:g}"
 
 
+def hosts(number: int) -> str:
+    """Return a number of hosts: "1 host", "1,024 hosts"."""
+    return f"{number:,} host{'s' * (number != 1)}"
+
+
 def mesh(candidate: Candidate) -> str:
     """Return data x pipe x tensor, as "32 x 4 x 1"; " seq" follows if tensor also splits the sequence."""
     sequence = " seq" if candidate.sequence_parallel else ""
@@ -81,7 +86,7 @@ def micro_batches(candidate: Candidate) -> str:
 def compression(candidate: Candidate) -> str:
     """Return the compressed messages and their ranks in short: "epi16+data128", on 2 of 7 links "epi16@2/7"."""
     c = candidate
-    codecs = {place: c.coded.name(place) for place in (*PLACES, *OTHERS)}
+    codecs = {place: c.coded.name(place).rpartition(":")[2] for place in (*PLACES, *OTHERS)}
 
     def at(links: tuple[int, ...]) -> str:
         return f"@{len(links)}/{_links(c)}" if links else ""
@@ -135,7 +140,7 @@ def compression_words(candidate: Candidate) -> str:
         parts.append(f"weights that are gathered over data compressed by {c.coded.name('weights')}")
     if c.compresses_outer:
         parts.append(f"differences between groups compressed by {c.coded.name('outer')}")
-    return " and ".join(parts) or "no compression"
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:]))) or "no compression"
 
 
 # --- The table --------------------------------------------------------------------------------------------------------
@@ -286,8 +291,8 @@ def statistics(report: Report) -> str:
     o = report.outcome
     return (
         f"{o.enumerated:,} candidates, of which {o.fitting:,} fit in memory, {o.simulated:,} were simulated (others "
-        f"cannot be as fast, or are like some that are not) and {o.placed} placed on the links; {o.seconds:.1f} s; "
-        f"gap is over {o.bound:.4g} s, which no plan that fits is below, wherever it is placed"
+        f"cannot be as fast, or are like some that are not) and {o.placed} placed on the links, in {o.seconds:.1f} s; "
+        f"gap is over {o.bound:.4g} s, which is less than any plan that fits takes, wherever it is placed"
     )
 
 
@@ -301,7 +306,7 @@ def nearby_words(report: Report) -> list[str]:
         if near.left_out:
             names = ",".join(near.left_out)
             left = len(report.cluster.hosts) - len(near.left_out)
-            found.append(f"{left} of {len(report.cluster.hosts)} hosts are quicker: {words}; --without={names}")
+            found.append(f"{left} of {hosts(len(report.cluster.hosts))} would be quicker: {words}; --without={names}")
         else:
             found.append(f"a global batch of {near.global_batch} divides better: {words}")
     return found
@@ -345,7 +350,7 @@ def text(report: Report) -> str:
     kinds = ", ".join(dict.fromkeys(cluster.kinds))
     lines = [
         f"{count(model.parameter_count())} parameters, global batch {report.global_batch}, on {cluster.name}: "
-        f"{len(cluster.hosts)} hosts x {cluster.devices_per_host} {kinds}",
+        f"{hosts(len(cluster.hosts))} x {cluster.devices_per_host} {kinds}",
         "",
         *aligned([list(HEADS), *table(report)]),
         "",

@@ -13,6 +13,7 @@ from planner.cost.sizes import MASTER
 from planner.cost.step_time import Problem
 from planner.pipeline import rows as pipeline
 from planner.report.contents import Report
+from planner.report.svg import duration
 
 Array = np.ndarray
 Add = Callable[[str, Array, Array | float], None]  # purpose, ranks [..., P, n], bytes that each of them sends
@@ -182,8 +183,8 @@ def trunk_words(report: Report) -> str:
     busiest, way = np.unravel_index(np.argmax(seconds), seconds.shape)
     rate, many = trunks.bandwidth[busiest] * 8e-9, f"{len(trunks)} trunk{'s' * (len(trunks) > 1)}"
     behind = int(trunks.behind[busiest].sum())
-    of = f"that of {behind} host{'s' * (behind > 1)}, {rate:.4g} Gbit/s"
-    carried, taken = f"{sent[busiest, way] / 1e9:.3g} GB", f"{seconds[busiest, way]:.3g} s"
+    of = f"that of {behind} host{'s' * (behind > 1)} with {rate:.4g} Gbit/s"
+    carried, taken = f"{sent[busiest, way] / 1e9:.3g} GB", duration(float(seconds[busiest, way]))
     return f"{many}; by the busiest, {of}, {carried} {('leave', 'come in')[way]} in a step, in {taken}"
 
 

@@ -1,7 +1,6 @@
 """Further questions: more hosts, a cluster that changes, and the price of what flags fix."""
 
 import dataclasses
-import re
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from planner.answers import free_choice, hosts, what_if
 from planner.cluster.variants import alike, resized, with_devices
 from planner.planning.options import PlanOptions
 from planner.planning.planning import plan_sections
-from planner.report import page
 from planner.report.questions import Scaling, Size
 from tests.planner.examples import cluster, values
 
@@ -125,12 +123,11 @@ def test_a_quicker_network_helps_and_a_lost_host_hurts():
     today = plan_sections(values(), some, OPTIONS)
     made = what_if.what_ifs(values(), some, OPTIONS, today, ["network x 8", "one host less", "network x 1"])
     quick, fewer, same = made.report.what_ifs
-    assert fewer.change == f"one host less ({what_if.slowest_host(some)})" and fewer.change in made.text()
+    assert fewer.change == f"one host less ({what_if.slowest_host(some)})"
     assert quick.found.seconds <= quick.kept < today.report.chosen.seconds
     assert fewer.kept is None and fewer.found.seconds > today.report.chosen.seconds
     assert same.found.seconds == pytest.approx(today.report.chosen.seconds) == pytest.approx(same.kept)
-    assert "network x 8" in made.text() and "cannot run" in made.text()
-    assert "network x 8" in page.page(made.report) and len(made.json()["what_if"]) == 3
+    assert [answer["kept_seconds"] for answer in made.json()["what_if"]] == [quick.kept, None, same.kept]
 
 
 # --- More hosts -------------------------------------------------------------------------------------------------------
@@ -147,9 +144,7 @@ def test_each_number_of_hosts_has_its_own_plan():
         hours = 2e9 / (64 * 1024) * size.found.seconds * size.devices / 3600
         assert scaling.device_hours(size) == pytest.approx(hours)
     assert scaling.efficiency(scaling.sizes[0]) == 1 and scaling.efficiency(scaling.sizes[-1]) < 1
-    assert f"{scaling.knee.hosts} hosts: 2B tokens" in made.text() and "cost/2B" in made.text()
     assert made.report.cluster.devices == scaling.knee.devices
-    assert "What more hosts bring" in page.page(made.report)
     assert made.json()["hosts"][1]["cost"] == pytest.approx(3 * scaling.device_hours(scaling.sizes[1]))
 
 
@@ -171,7 +166,7 @@ def some_found():
 def test_numbers_without_a_plan_are_told():
     made = hosts.scaling(values(), cluster(4, 4, seed=None), OPTIONS, hosts.ScalingOptions((1, 37)))
     [(count, why)] = made.report.scaling.missing
-    assert count == 37 and "cannot be split" in why and "37 hosts" in made.text()
+    assert count == 37 and "cannot be split" in why
     with pytest.raises(UserError, match="no number of hosts has a plan"):
         hosts.scaling(values(), cluster(4, 4, seed=None), OPTIONS, hosts.ScalingOptions((37,)))
 
@@ -207,9 +202,6 @@ def test_what_was_asked_for_has_its_price():
     found = free_choice.free_choice(small, some, asked, plans)
     best = plan_sections(small, some, dataclasses.replace(free_choice.freed(asked), nearby=False))
     assert found.free.seconds == pytest.approx(best.report.chosen.seconds) and found.price > 0
-    made = dataclasses.replace(plans, report=dataclasses.replace(plans.report, free_choice=found))
-    words = r"what was asked for (costs \+[\d.]+%|takes [\d.]+ times as long)"
-    assert re.search(words, " ".join(made.text().split())) and "by a free choice" in page.page(made.report)
 
 
 def test_a_free_choice_allows_what_was_asked():

@@ -63,7 +63,7 @@ def test_a_plan_states_its_groups_and_the_configuration_takes_them(found, tmp_pa
     assert len(set(sites[0])) == len(set(sites[1])) == 1 != len(set(sites[:, 0]))
 
 
-def test_the_report_says_what_crosses_between_groups(found):
+def test_what_crosses_between_groups_is_counted(found):
     step = planner.simulate(found.plan.apply(to_dict(config())), two_sites(), found.ranked[0].hosts)
     told = found.json()["groups"]
     assert told == found.plan.predicted["groups"]
@@ -72,9 +72,6 @@ def test_the_report_says_what_crosses_between_groups(found):
     assert told["step_bytes"] == told["round_bytes"] / 20
     assert told["round_seconds"] == step.exchange and step.waits == step.exchange / 20
     assert told["step_waits_seconds"] == pytest.approx(step.waits, rel=1e-12)
-    words = f"2 groups of {told['data_ranks']} data ranks? exchange .* GB in 20 steps, all devices together"
-    for text in (found.text(), re.sub("<[^>]*>", "", found.html())):
-        assert re.search(words, " ".join(text.split()))
     between = traffic.traffic(found.report)["differences between groups"]
     assert between.sum() == pytest.approx(told["step_bytes"])
     of_others = [sizes[2] for what, sizes in traffic.traffic(found.report).items() if "groups" not in what]

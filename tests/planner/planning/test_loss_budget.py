@@ -142,18 +142,13 @@ def test_losses_add_up_with_their_noise():
     assert loss_probe_file.excess(()) == (0, 0)
 
 
-def test_a_plan_says_what_the_probe_saw_and_what_the_step_becomes(slow, file):
+def test_a_plan_says_what_the_probe_saw(slow, file):
     found = planned(small(), slow, file, 0.01)
-    text = " ".join(found.text().split())
-    assert "(2 seeds, 50 steps) saw int8 of gradients between stages +0.11% ± 0.01%" in text
-    assert "of a budget of 1.00% loss; a step takes" in text and "--compress=data" not in text
     lost = found.plan.predicted["loss"]
-    assert lost == found.json()["loss"] and "".join(lost.split()) in "".join(text.split())
+    assert "(2 seeds, 50 steps) saw int8 of gradients between stages +0.11% ± 0.01%" in lost
+    assert lost == found.json()["loss"] and not found.report.offers
     c = found.plan.compress
     assert (c.backward.codec, c.forward.codec, c.forward.messages) == ("int8", "int8", "all")
-    assert "fwdint8" in text and "activations between stages" in found.html()
-    other = planned(small({"model.layers": 8}), slow, file, 0.01)
-    assert "of another model: layers=4 instead of 8)" in other.plan.predicted["loss"]
 
 
 def test_what_is_compressed_beside_the_probes_codecs_is_told(slow, file):
@@ -173,8 +168,7 @@ def test_the_embeddings_codec_is_chosen_within_the_budget(slow, tmp_path):
     assert found.ranked[0].seconds < without.ranked[0].seconds
     config = found.plan.apply(paxtrain.config.to_dict(small()))
     assert planner.simulate(config, slow).seconds == pytest.approx(found.ranked[0].seconds, rel=1e-9)
-    assert "saw int8 of the embedding's gradients +0.15% ± 0.05%" in " ".join(found.text().split())
-    assert "embint8" in found.text()
+    assert "saw int8 of the embedding's gradients +0.15% ± 0.05%" in found.plan.predicted["loss"]
     ranked = probe({("embedding", "lowrank", 4): (0.0, 0.1)})
     loss_probe_file.save(ranked, path)
     with pytest.raises(paxtrain.UserError, match="must not be lowrank at the place embedding"):

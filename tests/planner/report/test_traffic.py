@@ -21,7 +21,7 @@ from planner.cost.link_seconds import fabric, ring_order
 from planner.cost.simulate import candidate_of_config
 from planner.cost.step_time import Problem
 from planner.planning.to_plan import device_order
-from planner.report import page, text, traffic
+from planner.report import traffic
 from tests.compress_settings import nested
 from tests.planner.examples import cluster
 from tests.planner.report.reports import made_report
@@ -87,17 +87,12 @@ def test_every_flow_is_counted_where_it_goes(schedule, pipe):
     assert report.chosen.candidate.backward == ("epilogue" if pipe > 1 else "none")
 
 
-def test_one_site_has_nothing_between_sites_and_the_report_says_what_is_sent():
-    report = made_report()
-    assert all(sizes[2] == 0 for sizes in traffic.traffic(report).values())
-    assert "a step sends" not in text.text(report) and "messages between stages" in page.page(report)
-    two = dataclasses.replace(report, cluster=dataclasses.replace(cluster(4, 4), sites=(0, 0, 1, 1)))
-    said = " ".join(text.text(two).split())
-    assert "a step sends" in said and "between sites" in said
+def test_one_site_has_nothing_between_sites():
+    assert all(sizes[2] == 0 for sizes in traffic.traffic(made_report()).values())
 
 
 @pytest.mark.parametrize("pxn", [True, pytest.param(False, marks=pytest.mark.once)])
-def test_what_leaves_by_each_nic_is_counted_and_said(pxn):
+def test_what_leaves_by_each_nic_is_counted(pxn):
     some = cluster(4, 4, nics=2, rails={"pxn": pxn})
     report = made_report(micro_batches=8, schedule="1f1b", pipe=4, tensor=2, cluster=some)
     c, p, hosts = report.chosen.candidate, report.problem, report.chosen.placement.hosts
@@ -130,11 +125,9 @@ def test_what_leaves_by_each_nic_is_counted_and_said(pxn):
     found, crossing = traffic.by_nics(report)
     np.testing.assert_allclose(found, leaving)
     assert crossing == pytest.approx(changed) and leaving.any()
-    said = " ".join(text.text(report).split())
-    assert "rails 2 rails; " in said and ("over the spine" in said) != pxn and "rails" not in text.text(made_report())
 
 
-def test_what_leaves_by_a_trunk_is_counted_and_said():
+def test_what_leaves_by_a_trunk_is_counted():
     report = spread_report("1f1b", 4)
     names = report.cluster.hosts
     trunks = [{"hosts": [names[0], names[3]], "bandwidth": 1e9}, {"hosts": [names[1]], "bandwidth": 1e6}]
@@ -147,8 +140,6 @@ def test_what_leaves_by_a_trunk_is_counted_and_said():
         leaving = sum(size for a, b, size in sent(report) if a in some and b not in some)
         coming = sum(size for a, b, size in sent(report) if b in some and a not in some)
         assert found[number] == pytest.approx([leaving, coming]) and leaving != coming
-    said = " ".join(text.text(shared).split())
-    assert "trunks 2 trunks; by the busiest, that of 1 host, 0.008 Gbit/s" in said and "trunks" not in text.text(report)
 
 
 LOW_RANK = {"backward_messages": "epilogue", "backward_rank": 4, "data_stages": "all", "data_rank": 4}
