@@ -333,16 +333,24 @@ Bytes are those that all devices together put on the links in one step, read fro
 collectives are taken to run over rings. Where compression over data starts late, they are those after its start."""
 
 
-def _codecs(config: Config) -> str:
-    """Return a line of `_WORDS` for each codec that the configuration names besides low rank."""
-    places = {"backward": "gradients between stages", "forward": "activations between stages", "data": "over data"}
-    names = {place: config.compress.at(place).codec for place in places if not config.compress.at(place).low_rank}
-    places |= {"weights": "weights over data", "embedding": "the embedding's gradients"}
-    names |= {place: config.compress.at(place).codec for place in ("weights", "embedding")}
+# What goes through the codec of a place.
+_CODED = {
+    "backward": "gradients between stages",
+    "forward": "activations between stages",
+    "data": "gradients over data",
+    "weights": "weights gathered over data",
+    "embedding": "the embedding's gradients",
+}
+
+
+def _codecs(config: Config, outcomes: list[VariantResult]) -> str:
+    """Return a line of `_WORDS` for each run of a codec that the configuration names besides low rank."""
+    labels = {outcome.name: outcome.label for outcome in outcomes}
     return "".join(
-        f"- **{name}**: {places[place]} through this codec, with the embedding's synchronisation fused.\n"
-        for place, name in names.items()
-        if name
+        f"- **{labels[f'codec_{place}']}**: {what} through {config.compress.at(place).codec}, with the embedding's "
+        "synchronisation fused.\n"
+        for place, what in _CODED.items()
+        if f"codec_{place}" in labels
     )
 
 
@@ -360,7 +368,7 @@ def write_page(config: Config, outcomes: list[VariantResult], figures: dict[str,
     parts = [
         "# What compression does to training",
         _setting(config, seeds),
-        _WORDS.format(stages=config.compress.data, codecs=_codecs(config)),
+        _WORDS.format(stages=config.compress.data.stages, codecs=_codecs(config, outcomes)),
         "## Results",
         markdown(table(outcomes)),
         *([once] if once else []),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from paxtrain.profiling import breakdown
+from paxtrain.profiling import breakdown, terms
 from paxtrain.profiling.terms import PARTS, compare
 
 PLANNED = {"forward": [0.5, 1.0], "backward": [1.5, 1.0], "head": [0.0, 1.0], "compression": [0.0, 0.0]}
@@ -40,19 +40,18 @@ def test_the_term_that_is_off_by_most_is_named(changes, worst):
     found = compare({"step_seconds": 4.0, "terms": PLANNED}, [5.0, 4.5, 9.0], measured(**changes))
     assert found.worst() == worst
     assert (found.predicted, found.measured, found.steps) == (4.0, 5.0, 3)
-    rows = dict(found.rows())
-    assert rows["step"] == "4 s predicted, 5 s measured (-20%), median of 3"
-    assert rows["most off"].startswith(f"{worst}: ")
-    assert "by stage 0.5000 1.0000 and " in rows["forward"]
     figures = found.figures()
     assert figures["predicted_forward"] == 0.75
     assert figures["measured_reduce"] == 0.5
 
 
-def test_without_a_trace_the_step_alone_is_told():
+def test_the_table_and_without_a_trace_the_step_alone(snapshot):
+    traced = compare({"step_seconds": 4.0, "terms": PLANNED}, [5.0, 4.5, 9.0], measured(backward=[1.0, 1.5]))
     found = compare({"step_seconds": 4.0, "terms": PLANNED}, [5.0], {})
-    assert list(dict(found.rows())) == ["step", "terms"]
     assert found.figures() == {"predicted_step": 4.0, "measured_step": 5.0}
+    mends = [(f"most off: {term}", words) for term, words in terms._MENDS.items()]
+    lines = [f"{label:22}{words}" for label, words in [*traced.rows(), *found.rows(), *mends]]
+    snapshot("terms.txt", "\n".join(lines))
 
 
 def test_the_hosts_seconds_are_planned_if_an_earlier_run_measured_them():

@@ -43,16 +43,14 @@ def test_a_class_is_a_point_with_the_options_that_the_configuration_gives_it():
     assert (data.data.codec, data.data.options, data.backward.codec) == ("mine.codecs:Mine", {}, "")
 
 
-def test_codecs_work_on_the_links_that_the_configuration_names(tmp_path):
+def test_codecs_work_on_the_links_that_the_configuration_names():
     config = configuration(pipe=4, compress={"backward_codec": "sign", "backward_links": "1"})
     found = frontier.variants(config)
     links = {
         axis: {v.config.compress.backward.links for v in found if v.name.startswith(axis)} for axis in frontier.AXES
     }
     assert links == {"between": {"1"}, "data": {""}, "activations": set()}
-    trained = [v for v in found if v.name in {one.name for one in made_up()}]
-    frontier.write(config, trained, made_up(), tmp_path)
-    assert "Every message of an axis on links 1 (backward) goes through" in (tmp_path / frontier.PAGE).read_text()
+    assert frontier._which(found) == "Every message of an axis on links 1 (backward)"
 
 
 def test_gradients_are_summed_inside_the_groups_that_the_configuration_names():
@@ -76,21 +74,14 @@ def made_up():
     return outcomes
 
 
-def test_the_page_has_shares_of_bytes_times_and_the_spread_of_losses(tmp_path):
+def test_the_page_has_shares_of_bytes_times_and_the_spread_of_losses(tmp_path, snapshot):
+    """Of int8 between stages 26% of 8 Gbit over the rate, and seven passes at 3.35 TB/s; low rank has five."""
     trained = [v for v in frontier.variants(configuration()) if v.name in {one.name for one in made_up()}]
     table = frontier.write(trained[0].config, trained, made_up(), tmp_path)
-    # 26% of 8 Gbit over the rate, and seven passes at 3.35 TB/s; low rank has five.
-    assert "| gradients between stages | int8 | 26.0 | 2082.1 | 210.1 | 22.9 | +0.05 | +0.00 | +0.10 |" in table
-    assert "| gradients between stages | rank 4 | 10.0 | 801.5 | 81.5 | 9.5 | +7.50 | +5.00 | +10.00 |" in table
-    assert "| gradients over data | int8 | 30.0 |" in table and "| -2.38 | -4.76 | +0.00 |" in table
-    assert (
-        "above dense with every seed: rank 4 (+7.50%); not to be told from dense, since its sign changes: int8" in table
-    )
-    assert "Gradients over data: none is above dense with every seed" in table
     page = (tmp_path / frontier.PAGE).read_text()
-    assert table in page and "2 seeds" in page
+    assert table in page
+    snapshot("frontier.md", page)
     for axis in frontier.DEFAULT_AXES:
-        assert f"frontier_{axis}.png" in page
         assert (tmp_path / f"frontier_{axis}.png").stat().st_size > 10_000
     rows = list(csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines()))
     assert len(rows) == 6 and {row["seed"] for row in rows} == {"0", "1"}
