@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import re
 import shutil
 import sys
@@ -18,6 +19,13 @@ from paxtrain.process import setup
 
 OVERRIDES = "overrides are written --config.section.key=value"
 _COLUMN = 26  # at which `--help` begins to describe a flag
+# What Python and absl say of a flag's value, and what is said instead.
+_PLAINLY = {
+    r"invalid literal for int\(\) with base 10: (.*)": r"\1 is no integer",
+    r"could not convert string to float: (.*)": r"\1 is no number",
+    r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.": r"\1 is missing; --help says what it is",
+    r"\('Non-boolean argument to boolean flag', (.*)\)": r"\1 is neither True nor False",
+}
 _titles: dict[str, str] = {}  # of the groups in `--help`, by the names of flags
 
 
@@ -140,7 +148,10 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
         reason = str(error).splitlines()[-1].strip()
         fail(UserError(f"cannot load the configuration file ({reason}); name one such as configs/tiny.py or tiny"))
     except (AttributeError, KeyError) as error:
-        fail(UserError(f"no such configuration key: {error.args[0]}; write --config.section.key=value"))
+        key = str(error.args[0]).rpartition("lookup: ")[2]
+        fail(UserError(f"no such configuration key: {key}; write --config.section.key=value"))
+    except flags.IllegalFlagValueError as error:
+        fail(UserError(functools.reduce(lambda text, words: re.sub(*words, text), _PLAINLY.items(), str(error))))
     except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:
         fail(error)
 

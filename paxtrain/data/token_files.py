@@ -124,7 +124,8 @@ def _read_index(path: str) -> tuple[np.dtype, int, int, int]:
     needed = _HEADER.size + 12 * sequences + 8 * indices
     if length < needed:
         raise UserError(
-            f"{path} is cut off: {length} bytes, but {sequences} sequences and {indices} document indices take {needed}"
+            f"{path} is cut off: {length} bytes, but {sequences} sequences and {indices} document indices take "
+            f"{needed}; write the data set again"
         )
     sizes = np.frombuffer(raw, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(raw, "<i8", sequences, _HEADER.size + 4 * sequences)
