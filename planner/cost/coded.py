@@ -121,6 +121,8 @@ class Coded:
     def part(self, shape: tuple[Numbers, Numbers], members: int | np.ndarray, zero1: ArrayLike) -> tuple[Any, Any]:
         """Return the part of a matrix that a rank compresses: all of it, or in groups of data ranks a share.
 
+        It has no rows if the matrix cannot be cut; then it is reduced as it is (`compress.hierarchical`).
+
         Args:
             shape: rows and columns of the matrix on one device, numbers or arrays.
             members: number of data ranks, likewise.
@@ -129,9 +131,15 @@ class Coded:
         (n, k), inside = shape, self.grouped(members)
         if self.inside == 1:
             return shape
-        parts = np.where(zero1, members, inside)  # ZeRO-1 splits the dim that its shards have
+        sharded = np.asarray(zero1) & ((n % members == 0) | (k % members == 0))
+        parts = np.where(sharded, members, inside)  # ZeRO-1 splits the dim that its shards have
         rows, columns = n % parts == 0, k % parts == 0
-        return np.where(rows, n // inside, n), np.where(~rows & columns, k // inside, k)
+        return np.where(rows, n // inside, np.where(columns, n, 0)), np.where(~rows & columns, k // inside, k)
+
+    def parts(self, shapes: Iterable[tuple[int, int]], members: int) -> list[tuple[int, int]]:
+        """Return the parts, as `part` has them, of those matrices that can be cut."""
+        found = (self.part(shape, members, True) for shape in shapes)
+        return [(int(n), int(k)) for n, k in found if n]
 
     def _reducer(self, members: int) -> "Reducer":
         """Return the reducer over data of a number of ranks."""

@@ -209,11 +209,13 @@ def _why_no_gradients(space: Space, model: ModelConfig, choices: Choices) -> str
     def useful(matrix: tuple[int, int]) -> int:
         return largest_rank(*matrix, choices.min_ratio)
 
-    def smallest(tensor: int, together: int) -> tuple[int, int]:
-        parts = [coded.part(shape, together, True) for shape in compute.kernels(model, tensor)]
-        return min(((int(n), int(k)) for n, k in parts), key=useful)
-
-    best = max((smallest(*mesh) for mesh in meshes), key=useful)
+    cut = filter(None, (coded.parts(compute.kernels(model, tensor), together) for tensor, together in meshes))
+    best = max((min(parts, key=useful) for parts in cut), key=useful, default=None)
+    if best is None:
+        return (
+            f"compress.data.inside={coded.inside} cuts no kernel of a layer on a device into equal parts; choose "
+            "another number of ranks, or leave it out"
+        )
     what = f"the smallest matrix of a layer on a device is {best[0]} x {best[1]}"
     return _too_large("data", choices.data_ranks, what, best, choices.min_ratio)
 

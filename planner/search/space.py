@@ -434,6 +434,6 @@ def _compressions(
     if together > 1 and coded.data is not None:
         over += [CODED] if choices.data_ranks and not coded.data_problem(kernels, together, ratio) else []
     elif together > 1:
-        largest = min(useful(*coded.part(shape, together, True)) for shape in kernels)
+        largest = min((useful(*part) for part in coded.parts(kernels, together)), default=0)
         over += [r for r in choices.data_ranks if r <= largest]
     return [(kind, rank, data_rank) for (kind, rank), data_rank in itertools.product(between, over)]

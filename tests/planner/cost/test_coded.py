@@ -1,14 +1,21 @@
 """The planner's closed forms of low rank are what the codec and the reducer declare, and what a count by hand gives."""
 
+import math
+
 import pytest
 
 import compress
+from paxtrain.config import from_dict
 from paxtrain.config.options import CodecOptions
+from paxtrain.parallel.compression.settled import Compression
+from paxtrain.parallel.layout import Layout
 from planner.cost import compute
 from planner.cost.candidate import Candidate
 from planner.cost.coded import POWER_LAUNCHES, POWER_PASSES, Coded, coded
+from planner.cost.simulate import candidate_of_config
 from planner.cost.sizes import Sizes
-from tests.compress_settings import compression
+from planner.memory import closed_form
+from tests.compress_settings import compression, nested
 from tests.planner.examples import MODEL
 
 RANK = 24
@@ -54,6 +61,25 @@ def test_bytes_are_those_that_the_codec_and_the_reducer_declare(data, inside):
     sent = sum(reducer.wire_bytes(shape, shard) for shape in sizes.kernels)
     rest = 0 if inside > 1 else sizes.rest * compute.ITEM[candidate.reduce_dtype]
     assert 2 * (groups - 1) / groups * (sizes.factor_bytes / 3 - rest) == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+@pytest.mark.parametrize(("hidden", "data", "inside"), [(24, 4, 1), (24, 4, 2), (15, 4, 2), (20, 8, 2)])
+def test_kernels_that_are_compressed_over_data_are_the_trainers(hidden, data, inside, zero1):
+    """A kernel of 15 x 15 has no halves, and one of 20 x 20 has halves but no eighths for ZeRO-1."""
+    model = {"layers": 2, "hidden": hidden, "heads": 5 if hidden < 24 else 3, "sequence": 8, "vocab_size": 64}
+    compress = nested(
+        {"data_stages": "all", "data_rank": 2, "data_rank_min": 2, "data_inside": inside, "min_ratio": 1.0}
+    )
+    sections = {"mesh": {"data": data, "zero1": zero1}, "batch": {"global_batch": data, "micro_batch": 1}}
+    config = from_dict({"model": model, "compress": compress, **sections})
+    trainer, sizes = Compression(Layout(config)), Sizes(config.model, candidate_of_config(config))
+    matrix = lambda shape: (shape[0], math.prod(shape[1:]))  # noqa: E731
+    taken = [matrix(trainer.kernels[path]) for path in trainer.data_kernels]
+    assert sorted(sizes.compressed_kernels) == sorted(taken) and len(taken) == (2 if hidden == 15 else 4)
+    parts = [matrix(trainer.reduced[path][0]) for path in trainer.data_kernels]
+    states = sum(n * k + 2 * k for n, k in parts)  # errors and right factors of rank 2
+    assert closed_form.analytic(closed_form.of(config)).compression == 2 * 4 * states  # two layers in float32
 
 
 def test_a_codec_is_asked_with_its_options():

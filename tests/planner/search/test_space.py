@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from paxtrain.config import SAVE_MODES, from_dict
+from paxtrain.config import SAVE_MODES, ModelConfig, from_dict
 from paxtrain.config.options import CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of, names, parts
@@ -145,3 +145,11 @@ def test_what_cannot_be_split_is_told(batch, choices, sentence):
 def test_divisors():
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     assert divisors(1) == [1]
+
+
+def test_groups_of_data_ranks_that_cut_no_kernel_are_told():
+    model = ModelConfig(vocab_size=64, layers=2, hidden=15, heads=3, sequence=8)
+    choices = Choices(tensor=(1,), pipe=(1,), data_ranks=(2,), coded=coded(compression(data_inside=7)))
+    some = enumerate_candidates(cluster(14, 1, seed=None), model, 14, choices)
+    with pytest.raises(UserError, match=r"compress\.data\.inside=7 cuts no kernel of a layer .*, or leave it out"):
+        require_compression(some, model, choices)
