@@ -14,7 +14,7 @@ from paxtrain.config.load import errors_of
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES, cpu_devices
-from paxtrain.process import distributed
+from paxtrain.process import distributed, launchers
 from paxtrain.process.progress import Progress
 
 
@@ -85,7 +85,7 @@ def configured() -> tuple[Config, plan.Plan | None]:
     chosen = plan.load(f.plan) if f.plan else None
     config = chosen.apply(f.config) if chosen else from_dict(f.config)
     # Only the CPU backend reads this; on GPU clusters it changes nothing.
-    processes = f.num_processes or distributed.expected_processes(os.environ)
+    processes = f.num_processes or launchers.expected_processes(os.environ)
     jax.config.update("jax_num_cpu_devices", f.cpu_devices or cpu_devices(config.mesh, processes))
     return config, chosen
 

@@ -26,7 +26,7 @@ from paxtrain.config import plan as plans
 from paxtrain.data.datasets import DataSets
 from paxtrain.errors import MOST_SECONDS, UserError
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES
-from paxtrain.process import distributed
+from paxtrain.process import distributed, launchers
 from paxtrain.process.progress import Progress
 from paxtrain.profiling.terms import StepComparison
 from paxtrain.run import training
@@ -43,8 +43,6 @@ from planner.start.job_plan import Decision, PlanRequest
 HINT = OVERRIDES
 AUTO = "auto"
 FINISHED = "finished"
-# Variables in which launchers tell a process its number, even if they started only one.
-_LAUNCHED = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
 def _launch(variables: Mapping[str, str]) -> tuple[str | None, int | None, int | None, float]:
@@ -55,9 +53,9 @@ def _launch(variables: Mapping[str, str]) -> tuple[str | None, int | None, int |
     """
     f = flags.FLAGS
     given = (f.coordinator, f.num_processes, f.process_id)
-    if given == (None, None, None) and not any(name in variables for name in _LAUNCHED):
+    if given == (None, None, None) and not launchers.is_launched(variables):
         raise UserError(
-            "nothing says which processes take part: there are neither flags nor variables of SLURM, Open MPI or "
+            "nothing says which processes take part: there are neither flags nor variables of SLURM, MPI, torchrun or "
             "Kubernetes; start it with srun or mpirun, or give --coordinator=HOST:PORT --num_processes=N "
             "--process_id=I, or --num_processes=1 for this process alone"
         )

@@ -1,6 +1,7 @@
 """This process as one of many: joining the others, stopping on SIGTERM, ending when it or another one fails.
 
 distributed.py               joining the processes of a launch
+launchers.py                 what launchers tell a process by variables
 stopping.py progress.py      a stop on SIGTERM; what this process does, and its end when it hangs or fails
 host_speed.py                a host whose processor is slower than the others'
 listening.py                 the addresses at which to listen

@@ -7,12 +7,11 @@ import io
 import json
 import math
 import os
-import pathlib
 import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ import numpy as np
 from absl import flags
 
 from paxtrain.errors import PREFIX, UserError, whole
-from paxtrain.process import jax_private, listening
+from paxtrain.process import jax_private, launchers, listening
 
 LOST = 60.0  # seconds, the default of --lost_timeout
 MOST_PROCESSES = 2**16  # as many as 8,192 hosts of 8 devices have
@@ -31,19 +30,13 @@ _waits: Counter[str] = Counter()  # calls by name; the name of a barrier, or of 
 
 _BAD_INPUT = -1  # in place of an error number
 
-_INTERACTIVE = "4294967290"  # SLURM's step number for the shell of salloc, which is not a task
-# Variables with the number of tasks of a launch. jax.distributed reads the other variables itself.
-_SIZES = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
-# Variables with other numbers that jax takes from them.
-_NUMBERS = {
-    "SLURM": ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-}
-
 
 def define_flags() -> None:
     """Define the flags whose values `initialize` takes."""
-    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; detected under SLURM, Open MPI and Kubernetes.")
+    about = (
+        "HOST:PORT of process 0; SLURM, Open MPI 4 and Kubernetes need none, other MPIs and torchrun this flag alone."
+    )
+    flags.DEFINE_string("coordinator", None, about)
     flags.DEFINE_integer("num_processes", None, "Number of processes.", 1, MOST_PROCESSES)
     flags.DEFINE_integer("process_id", None, "This process's number.", 0, MOST_PROCESSES - 1)
     flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", 1, 1_000_000)
@@ -51,53 +44,6 @@ def define_flags() -> None:
     flags.DEFINE_float("hang_timeout", 0, "Seconds without a finished step; 0: 20 steps, at least 0.9 of lost.", 0, 1e6)
     for name in ("coordinator_timeout", "lost_timeout", "hang_timeout"):
         flags.register_validator(name, math.isfinite, "it must be a number of seconds")
-
-
-def _number(environment: Mapping[str, str], variable: str) -> int:
-    """Return the number that a launcher's variable has, 1 if it is not set.
-
-    Raises:
-        UserError: It has something else.
-    """
-    text = environment.get(variable, "1")
-    number = whole(text)
-    if number is None:
-        raise UserError(
-            f"the environment has {variable}={text[:40]!r}, where the launcher puts a number; start the processes with "
-            f"the launcher, or unset {variable}"
-        )
-    return number
-
-
-def detect(environment: Mapping[str, str]) -> str | None:
-    """Return the name of the launcher that started this process as one of several, or None.
-
-    SLURM and Open MPI are recognised by their number of tasks, Kubernetes by an indexed Job's JOB_COMPLETION_INDEX.
-
-    Raises:
-        UserError: The process runs in the shell of an allocation of several tasks or nodes, and would use only a part;
-            or a variable of the launcher has no number.
-    """
-    step = "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_STEP_ID") != _INTERACTIVE
-    for launcher, variable in _SIZES.items():
-        # The shells of salloc and sbatch have a number of tasks too (sbatch also SLURM_PROCID=0); only srun makes
-        # steps.
-        started = launcher != "SLURM" or step
-        if started and _number(environment, variable) > 1:
-            for numbers in _NUMBERS[launcher]:  # jax reads them
-                _number(environment, numbers)
-            return launcher
-    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
-        _number(environment, "JOB_COMPLETION_INDEX")
-        return "Kubernetes"
-    if "SLURM_JOB_ID" in environment and not step and "OMPI_COMM_WORLD_SIZE" not in environment:
-        for variable, what in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
-            if (count := _number(environment, variable)) > 1:
-                raise UserError(
-                    f"this process is in SLURM's allocation of {count} {what}, but not one of its tasks; start it with "
-                    "srun, or with srun --nodes=1 --ntasks=1 to run it alone"
-                )
-    return None
 
 
 def alone(coordinator: str | None, processes: int | None, process: int | None) -> bool:
@@ -109,28 +55,6 @@ def alone(coordinator: str | None, processes: int | None, process: int | None) -
         process: number of this process, or None.
     """
     return (coordinator, processes, process) == (None, 1, None)
-
-
-def expected_processes(environment: Mapping[str, str]) -> int:
-    """Return the number of processes that the launcher started, or 1 if it does not say."""
-    launcher = detect(environment)
-    return _number(environment, _SIZES[launcher]) if launcher in _SIZES else 1
-
-
-def _local_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """Return all GPUs of the host if this process is the only task on it, else None: jax decides.
-
-    Under SLURM and Open MPI jax would give each task one GPU, the one with the task's number on the host.
-    """
-    tasks = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if tasks.split("(")[0] != "1" or "JAX_LOCAL_DEVICE_IDS" in environment:
-        return None
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        count = len([device for device in visible.split(",") if device.strip()])
-    else:
-        count = len([path for path in pathlib.Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()])
-    return list(range(count)) or None
 
 
 def host_names() -> list[str]:
@@ -278,21 +202,15 @@ def _check_address(coordinator: str) -> None:
         raise UserError(f"--coordinator must be HOST:PORT with a port from 1 to 65535, got {coordinator!r}")
 
 
-def _bind_address(coordinator: str | None, process: int | None, timeout: float) -> str | None:
+def _bind_address(coordinator: str) -> str | None:
     """Return the one address at which the coordinator can listen, or None: at all of the machine, as jax has it.
 
     Args:
-        coordinator: HOST:PORT of process 0; None: from the launcher.
-        process: number of this process; None: from the launcher.
-        timeout: seconds to wait for a name server that does not know the coordinator yet.
+        coordinator: HOST:PORT of this process.
 
     Raises:
         UserError: The port is taken.
     """
-    if coordinator is None:
-        coordinator, _, process = jax_private.detect_launch(None, None, None, int(timeout))
-    if coordinator is None or process != 0:
-        return None
     listening.require_free(coordinator)  # jax's server may end the process with SIGSEGV if it is not
     host, _, port = coordinator.rpartition(":")
     found = listening.addresses(host.strip("[]"))
@@ -306,9 +224,10 @@ def initialize(
 ) -> None:
     """Join the processes of a launch; without flags and launcher this process stays alone.
 
-    The first three arguments go together: all are given, or none. `processes=1` alone is allowed as well, and keeps
-    this process alone whatever the launcher says. If the others do not join in time, the process ends: jax's service
-    names those that are missing, or one sentence says that process 0 has not answered.
+    The first three arguments go together: all are given, or none, or only the coordinator if a launcher says the rest.
+    `processes=1` alone is allowed as well, and keeps this process alone whatever the launcher says. If the others do
+    not join in time, the process ends: jax's service names those that are missing, or one sentence says that process 0
+    has not answered.
 
     Args:
         coordinator: HOST:PORT of process 0.
@@ -318,24 +237,40 @@ def initialize(
         lost: Seconds after which a process that is silent counts as lost: jax's service names it, and ends all others.
 
     Raises:
-        UserError: Only some of the flags are given, one has an invalid value, or the runtime cannot join.
+        UserError: Only some of the flags are given, one has an invalid value, the launcher does not say where process 0
+            is, or the runtime cannot join.
     """
-    given = {"--coordinator": coordinator, "--num_processes": processes, "--process_id": process}
-    missing = [flag for flag, value in given.items() if value is None]
-    if 0 < len(missing) < len(given) and not alone(coordinator, processes, process):
-        raise UserError(f"{', '.join(missing)} missing; --coordinator, --num_processes and --process_id go together")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if alone(coordinator, processes, process):
         return
-    if coordinator is not None and processes is not None and process is not None:
+    launch = launchers.detect(os.environ) if processes is None and process is None else None
+    if launch:
+        coordinator, processes, process = coordinator or launch.coordinator, launch.processes, launch.process
+    else:
+        given = {"--coordinator": coordinator, "--num_processes": processes, "--process_id": process}
+        missing = [flag for flag, value in given.items() if value is None]
+        if len(missing) == len(given):
+            return
+        if missing:
+            raise UserError(
+                f"{', '.join(missing)} missing; --coordinator, --num_processes and --process_id go together"
+            )
+    if processes is not None and process is not None:
         if processes > MOST_PROCESSES:
             raise UserError(f"--num_processes may be at most {MOST_PROCESSES:,}, got {processes}")
         if not 0 <= process < processes:
             raise UserError(f"--process_id must be in [0, {processes}), got {process}")
+    if coordinator is not None:
         _check_address(coordinator)
-    elif detect(os.environ) is None:
-        return
-    where = "the launcher's variables" if missing else f"process {process} of {processes}, coordinator {coordinator}"
+    elif launch and not launch.found:
+        raise UserError(
+            f"{launch.launcher} started this process as number {process} of {processes}, but does not say where to "
+            "meet; add --coordinator=HOST:PORT, a free port of process 0's host, or --num_processes=1 to run each "
+            "process alone"
+        )
+    where = (
+        f"process {process} of {processes}, coordinator {coordinator}" if coordinator else "the launcher's variables"
+    )
     late = (
         f"the processes did not find each other within {timeout:g} s ({where}); see whether process 0 is up and can be "
         "reached, and whether its output names a missing one, or give a larger --coordinator_timeout"
@@ -344,14 +279,21 @@ def initialize(
     jax_private.name_missing_processes(math.ceil(timeout))
     try:
         with _limit(timeout + _LATER, late):
+            if coordinator is None:
+                coordinator, processes, process = jax_private.detect_launch(None, processes, process, int(timeout))
+            if coordinator is None or processes is None or process is None:
+                raise ValueError(
+                    "jax does not find process 0 by the launcher's variables; give --coordinator, --num_processes and "
+                    "--process_id" + (", or pip install kubernetes" if launch and launch.process is None else "")
+                )
             jax.distributed.initialize(
                 coordinator,
                 processes,
                 process,
-                local_device_ids=_local_devices(os.environ),
-                cluster_detection_method=None if missing else "deactivate",
+                local_device_ids=launchers.local_devices(os.environ),
+                cluster_detection_method="deactivate",
                 initialization_timeout=int(timeout) + 60,
-                coordinator_bind_address=_bind_address(coordinator, process, timeout),
+                coordinator_bind_address=None if process else _bind_address(coordinator),
                 heartbeat_timeout_seconds=math.ceil(lost),
             )
     except (RuntimeError, ValueError) as error:

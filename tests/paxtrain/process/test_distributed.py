@@ -19,53 +19,22 @@ from paxtrain.process import distributed
 from tests.processes import run_processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-LAUNCHERS = (
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_STEP_NODELIST",
-    "SLURM_STEP_ID",
-    "OMPI_COMM_WORLD_SIZE",
-    "KUBERNETES_SERVICE_HOST",
-    "JOB_COMPLETION_INDEX",
-)
+WORDS = ("SLURM_", "OMPI_", "PMI_", "MPI_", "JAX_", "COORDINATOR_", "KUBERNETES_", "JOB_", "NUM_", "PROCESS_", "LOCAL_")
 
 
 @pytest.fixture
 def joined(monkeypatch):
     """Remove all launchers' variables, and record the arguments of jax.distributed.initialize."""
     calls = []
-    for variable in LAUNCHERS:
-        monkeypatch.delenv(variable, raising=False)
+    for variable in [*os.environ]:
+        if variable.startswith(WORDS) or variable in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(variable)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
     monkeypatch.setattr(distributed.jax_private, "name_missing_processes", lambda seconds: None)
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     before = jax.config.jax_cpu_collectives_implementation
     yield calls
     jax.config.update("jax_cpu_collectives_implementation", before)
-
-
-@pytest.mark.parametrize(
-    ("environment", "launcher"),
-    [
-        ({}, None),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[1-4]"}, "SLURM"),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, None),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),  # the shell of sbatch
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
-        ({"SLURM_PROCID": "0"}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),  # mpirun in salloc
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, None),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, "Kubernetes"),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
-        ({"JOB_COMPLETION_INDEX": "3"}, None),
-    ],
-)
-def test_the_launcher_is_found_in_its_variables(environment, launcher):
-    assert distributed.detect(environment) == launcher
 
 
 @pytest.mark.parametrize(
@@ -86,23 +55,6 @@ def test_the_shell_of_an_allocation_is_no_task_of_it(joined, monkeypatch, count,
     assert joined == []
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"SLURM_NTASKS": "abc"},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "-1"},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": ""},
-        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1e9"},
-        {"OMPI_COMM_WORLD_SIZE": "9" * 5000},
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "x"},
-    ],
-)
-def test_a_launchers_variable_without_a_number_is_bad_input(wrong):
-    *_, name = wrong
-    with pytest.raises(UserError, match=f"the environment has {name}='.{{0,40}}', where the launcher puts a number"):
-        distributed.detect({"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-4]", **wrong})
-
-
 def test_alone_without_flags_and_launcher(joined):
     distributed.initialize(None, None, None, 1)
     assert joined == []
@@ -114,13 +66,50 @@ def test_flags_reach_the_runtime(joined):
     assert args == ("localhost:1234", 4, 3)
 
 
-def test_a_launcher_is_left_to_the_runtime(joined, monkeypatch):
-    monkeypatch.setenv("SLURM_NTASKS", "2")
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
-    distributed.initialize(None, None, None, 10)
-    [(args, _)] = joined
-    assert args == (None, None, None)
+STEP = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "n[1-2]"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}  # of version 5
+
+
+@pytest.mark.parametrize(
+    ("environment", "coordinator", "arguments"),
+    [
+        ({**STEP, "SLURM_LOCALID": "0"}, None, ("n1:61447", 2, 1)),
+        ({**STEP, "SLURM_LOCALID": "0"}, "n9:1", ("n9:1", 2, 1)),
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "28672.0;tcp://10.0.0.1:9", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None,
+         ("10.0.0.1:61447", 2, 1)),
+        (OPEN_MPI, "n9:1", ("n9:1", 2, 1)),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, "n9:1", ("n9:1", 3, 2)),
+        ({"WORLD_SIZE": "3", "RANK": "2", "MASTER_ADDR": "n8", "MASTER_PORT": "29500"}, "n9:1", ("n9:1", 3, 2)),
+        ({"JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2", "JAX_COORDINATOR_ADDRESS": "job-0.job:1234"}, None,
+         ("job-0.job:1234", 3, 2)),
+    ],
+)  # fmt: skip
+def test_what_a_launcher_says_reaches_the_runtime(joined, monkeypatch, environment, coordinator, arguments):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    distributed.initialize(coordinator, None, None, 10)
+    [(args, asked)] = joined
+    assert args == arguments and asked["cluster_detection_method"] == "deactivate"
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        (OPEN_MPI, "Open MPI"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "MPICH or Intel MPI"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "n8", "MASTER_PORT": "29500"}, "torchrun"),
+    ],
+)
+def test_a_launcher_that_names_no_place_to_meet_is_bad_input(joined, monkeypatch, environment, launcher):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    words = (
+        f"{launcher} started this process as number 1 of 2, but does not say where to meet; add --coordinator=HOST:PORT"
+    )
+    with pytest.raises(UserError, match=words):
+        distributed.initialize(None, None, None, 10)
+    distributed.initialize(None, 1, None, 10)  # alone, as asked
+    assert joined == []
 
 
 @pytest.mark.parametrize(
@@ -220,27 +209,6 @@ def test_nobody_waits_longer_than_the_limit_and_the_missing_one_is_named():
             f"error: the processes did not find each other within 2 s (process {number} of 2, coordinator "
             f"{coordinator}); see whether process 0 is up and can be reached"
         )
-
-
-@pytest.mark.parametrize(
-    ("environment", "devices"),
-    [
-        ({}, None),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [0, 1, 2, 3]),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x4)", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),  # jax: one GPU a task
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "5"}, [0]),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": ""}, None),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "0,1", "JAX_LOCAL_DEVICE_IDS": "0"}, None),
-    ],
-)
-def test_one_task_per_node_gets_all_its_gpus(environment, devices):
-    assert distributed._local_devices(environment) == devices
-
-
-def test_processes_that_the_launcher_tells_of():
-    assert distributed.expected_processes({}) == 1
-    assert distributed.expected_processes({"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4"}) == 4
-    assert distributed.expected_processes({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
 
 
 def test_bad_input_of_one_process_ends_them_all(monkeypatch):
