@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 
 from experiments.hosts import hosts
 from experiments.hosts.hosts import Cluster
+from planner.cluster import hostlist
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Seconds after which a silent node is down (SLURM's own default: 300).
@@ -70,7 +71,9 @@ class Job:
             except ValueError:  # Unknown, N/A
                 return None
 
-        nodes = () if values.get("NodeList", "(null)") in ("(null)", "") else _expanded(values["NodeList"])
+        nodes = (
+            () if values.get("NodeList", "(null)") in ("(null)", "") else tuple(hostlist.expand([values["NodeList"]]))
+        )
         return cls(
             state=values["JobState"],
             restarts=int(values["Restarts"]),
@@ -79,18 +82,6 @@ class Job:
             started=moment("StartTime"),
             text=text,
         )
-
-
-def _expanded(names: str) -> tuple[str, ...]:
-    """Return the single names in pax[0-2] or pax0,pax[2-3]."""
-    found: list[str] = []
-    for prefix, ranges, single in re.findall(r"(\w+)\[([^]]*)\]|(\w+)", names):
-        if single:
-            found.append(single)
-        for each in ranges.split(",") if ranges else ():
-            first, _, last = each.partition("-")
-            found += [f"{prefix}{i}" for i in range(int(first), int(last or first) + 1)]
-    return tuple(found)
 
 
 class Slurm:

@@ -65,4 +65,6 @@ class RunConfig:
         for name in ("eval_every", "sample_tokens", "peak_flops", "seed"):
             value = getattr(self, name)
             require(value >= 0, f"run.{name} must not be negative, got {value}")
+        peak = self.peak_flops
+        require(not 0 < peak < 1e9, f"run.peak_flops={peak:g} is in FLOP/s; {peak:g} TFLOP/s would be {peak * 1e12:g}")
         require(bool(self.out), "run.out must name a directory, got an empty string")

@@ -57,7 +57,7 @@ def changed(cluster: Cluster, text: str) -> Cluster:
         ),
         rf"link (\S+) x {_NUMBER}": lambda pair, factor: _link(cluster, pair, float(factor), 0.0),
         rf"link (\S+) {_NUMBER} Gbit/s": lambda pair, rate: _link(cluster, pair, 0.0, float(rate) * _GBIT),
-        r"without (?:hosts? )?(\S+)": lambda names: without(cluster, names.split(",")),
+        r"without (?:hosts? )?(\S+)": lambda names: without(cluster, [names]),
         _ONE_LESS: lambda: without(cluster, [slowest_host(cluster)]),
         r"devices (\S+)": lambda kind: with_devices(cluster, kind),
     }

@@ -2,7 +2,8 @@
 
 cluster.py         a cluster, and the shares of its peak rates that are reached
 cluster_file.py    its file
-values.py          its values one by one
+values.py          its values one by one, and their units
+hostlist.py        lists of hosts with brackets
 link_values.py     its links
 array_file.py      the matrices of links beside it
 device_sheets.py   what the planner knows of a device

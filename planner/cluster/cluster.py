@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.errors import UserError
-from planner.cluster import cluster_file
+from planner.cluster import cluster_file, hostlist
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cluster.rails import Rails
 from planner.cluster.trunks import Trunks
@@ -225,7 +225,7 @@ def without(cluster: Cluster, names: Sequence[str]) -> Cluster:
 
     Args:
         cluster: cluster that is not merged.
-        names: names of the hosts to leave out.
+        names: names of the hosts to leave out, or hostlists.
 
     Raises:
         UserError: there is no such host, or none would be left.
@@ -233,6 +233,7 @@ def without(cluster: Cluster, names: Sequence[str]) -> Cluster:
     """
     if cluster.parts is not None:
         raise ValueError("leave hosts out before they are merged")
+    names = hostlist.expand(names)
     for name in names:
         if name not in cluster.hosts:
             known = ", ".join(cluster.hosts[:8]) + (", ..." if len(cluster.hosts) > 8 else "")

@@ -3,7 +3,7 @@
 The JSON file, with all speeds in bytes/s and all times in seconds:
 
     {"version": 1, "name": "...", "source": "where the figures are from",
-     "hosts": 16,                      or a list of names, as `hostname` prints them
+     "hosts": 16,                      or a list of names, as `hostname` prints them, or a hostlist: "node[001-016]"
      "devices_per_host": 8,
      "device": "a100-80gb",            a device of `devices` or of device_sheets.py, or "cpu"; or a list, one per host
      "devices": {"mine": {...}},       devices of one's own by name: peak_flops (bfloat16), bandwidth and memory, and if
@@ -53,11 +53,12 @@ from paxtrain.config import SAVE_MODES
 from paxtrain.config.model import FAMILIES
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
+from planner.cluster import hostlist
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cluster.link_values import links_of
 from planner.cluster.rails import Rails
 from planner.cluster.trunks import Trunks
-from planner.cluster.values import at_least, integer, number, only, per_host
+from planner.cluster.values import at_least, check_units, integer, number, only, per_host
 
 VERSION = 1
 _IN_JSON = 16  # hosts whose links are written into the JSON itself
@@ -102,11 +103,18 @@ def read(name: str | pathlib.Path) -> Fields:
         name: path of the file, or the name of a shipped one, such as "a100_16x8".
 
     Raises:
-        UserError: the file cannot be read, or a link, host or device in it makes no sense.
+        UserError: the file cannot be read, or a link, host or device in it makes no sense or is in another unit.
     """
     path = pathlib.Path(find(str(name), "clusters", ".json"))
     instead = "name a JSON file as planner/cluster/cluster_file.py describes it"
-    return files.read_json(path, "cluster", instead, lambda values: parse(values, path.parent))
+
+    def checked(values: object) -> Fields:
+        found = parse(values, path.parent)
+        arrays = found["alpha"], found["samples"], found["memory"]
+        check_units(found["hosts"], *arrays, found["trunks"], found["sheets"])
+        return found
+
+    return files.read_json(path, "cluster", instead, checked)
 
 
 def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
@@ -130,9 +138,6 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
     for key in _REQUIRED:
         if key not in values:
             raise UserError(f"the key {key} is missing; needed are hosts, devices_per_host, device and links")
-    count = len(values["hosts"]) if isinstance(values["hosts"], list) else values["hosts"]
-    if type(count) is int and count > MOST_HOSTS:
-        raise UserError(f"a cluster may have {MOST_HOSTS:,} hosts, got {count:,}; plan for a part of them")
     hosts = _hosts(values["hosts"])
     devices = integer("devices_per_host", values["devices_per_host"])
     sheets = _sheets(values.get("devices", {}))
@@ -164,7 +169,7 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "samples": samples,
         "measured": measured,
         "compute": compute,
-        "named": isinstance(values["hosts"], list),
+        "named": not isinstance(values["hosts"], int),
         "sheets": sheets,
         "sites": sites,
         "trunks": _trunks(values.get("trunks", []), hosts, sites),
@@ -251,10 +256,14 @@ def _trunks(value: object, hosts: tuple[str, ...], sites: tuple[int, ...]) -> Tr
 
 def _behind(names: object, known: Mapping[str, int]) -> np.ndarray:
     """Return whether each host is behind a trunk, bool [H]."""
-    if not isinstance(names, list) or not all(isinstance(name, str) and name in known for name in names):
+    given = [names] if isinstance(names, str) else names
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise UserError(f"trunks: hosts must be a list of hosts of the cluster, got {names!r}")
+    chosen = hostlist.expand(given)
+    if not set(chosen) <= set(known):
         raise UserError(f"trunks: hosts must be a list of hosts of the cluster, got {names!r}")
     found = np.zeros(len(known), bool)
-    found[[known[name] for name in names]] = True
+    found[[known[name] for name in chosen]] = True
     if not found.any() or found.all():
         raise UserError(
             f"trunks: some hosts must be behind a trunk and some not, got {int(found.sum())} of {len(known)}"
@@ -307,17 +316,26 @@ def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
+def _check_count(hosts: int) -> None:
+    if hosts > MOST_HOSTS:
+        raise UserError(f"a cluster may have {MOST_HOSTS:,} hosts, got {hosts:,}; plan for a part of them")
+
+
 def _hosts(value: object) -> tuple[str, ...]:
     """Return the names of the hosts, which are made up if the value is a number."""
     if isinstance(value, int) and not isinstance(value, bool):
         count = integer("hosts", value)
+        _check_count(count)
         return tuple(f"host{i:0{len(str(count - 1))}}" for i in range(count))
-    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise UserError(f"hosts must be a number or a list of names, got {value!r}")
-    if len(set(value)) != len(value):
-        twice = next(name for name in value if value.count(name) > 1)
+    found = hostlist.expand(names)
+    _check_count(len(found))
+    if len(set(found)) != len(found):
+        twice = next(name for name in found if found.count(name) > 1)
         raise UserError(f"hosts must have different names, but {twice} comes twice")
-    return tuple(value)
+    return tuple(found)
 
 
 def _uniform(values: Sequence[object]) -> object:

@@ -7,7 +7,7 @@ from types import EllipsisType
 import numpy as np
 
 from paxtrain.errors import UserError
-from planner.cluster import array_file
+from planner.cluster import array_file, hostlist
 from planner.cluster.values import number, only, per_host
 
 _LinkIndex = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
@@ -127,9 +127,11 @@ def _classes(
         names = [value] if isinstance(value, str) else value
         if names == ["*"]:
             return list(range(size))
-        if not isinstance(names, list) or not names or not all(isinstance(n, str) and n in index for n in names):
+        texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        found = hostlist.expand(names) if texts else []
+        if not found or not set(found) <= set(index):
             raise UserError(f'from and to in links.exceptions must be hosts or "*", got {value!r}')
-        return [index[name] for name in names]
+        return [index[name] for name in found]
 
     exceptions = links.get("exceptions", [])
     if not isinstance(exceptions, list):

@@ -168,6 +168,7 @@ def test_keys_and_types(values, words):
         (RunConfig, {"seed": -1}, ["run.seed", "negative"]),
         (RunConfig, {"seed": 2**63}, ["run.seed may be at most 9,223,372,036,854,775,807"]),
         (RunConfig, {"out": ""}, ["run.out", "directory", "empty"]),
+        (RunConfig, {"peak_flops": 312}, ["run.peak_flops=312 is in FLOP/s; 312 TFLOP/s would be 3.12e+14"]),
     ],
 )
 def test_values_of_one_section(section, values, words):

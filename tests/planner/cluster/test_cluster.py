@@ -289,6 +289,57 @@ def test_a_file_that_is_no_cluster_is_told(tmp_path):
         Cluster.load(tmp_path / "none.json")
 
 
+# --- Units, and lists of hosts ----------------------------------------------------------------------------------------
+
+
+def load(tmp_path, **changes) -> Cluster:
+    (tmp_path / "c.json").write_text(json.dumps(values(**changes)))
+    return Cluster.load(tmp_path / "c.json")
+
+
+def between(**changes) -> dict:
+    return {"links": CLASSES | {"between": CLASSES["between"] | changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (between(bandwidth=25), "host0 to host1 is 25 bytes/s, .*; 25 GB/s are 2.5e.10 and 25 Gbit/s are 3.125e.09"),
+        (between(bandwidth=25_000), "25000 MB/s are 2.5e.10 bytes/s"),
+        (between(bandwidth=2e20), "is 2e.20 bytes/s, but 100000 to 1e.13 are plausible$"),
+        (between(alpha=10), "latency .* is 10 seconds, .*; 10 us are 1e-05 and 10 ms are 0.01 seconds"),
+        ({"links": {"alpha": 0, "bandwidth": [[3e11, 2e10, 2e10], [2e10, 3e11, 2], [2e10, 2e10, 3e11]]}},
+         "bandwidth from host1 to host2 is 2 bytes/s"),
+        ({"memory": [8e10, 80, 8e10]}, "memory of a device of host1 is 80 bytes, .*; 80 GB are 8e.10 bytes"),
+        ({"trunks": [{"hosts": ["host0"], "bandwidth": 10}]}, "trunks.bandwidth is 10 bytes/s"),
+        ({"device": "a", "devices": {"a": {"peak_flops": 312, "bandwidth": 2e12, "memory": 8e10}}},
+         "devices.a.peak_flops is 312 FLOP/s, .*; 312 TFLOP/s are 3.12e.14 and 312 GFLOP/s are 3.12e.11 FLOP/s"),
+        ({"device": "a", "devices": {"a": {"peak_flops": 3e14, "bandwidth": 2039, "memory": 8e10}}},
+         "devices.a.bandwidth is 2039 bytes/s, .*; 2039 GB/s are 2.039e.12"),
+    ],
+)  # fmt: skip
+def test_a_figure_in_another_unit_is_one_sentence_with_the_likely_one(tmp_path, changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load(tmp_path, **changes)
+
+
+def test_hosts_may_be_hostlists(tmp_path):
+    names = ("n01", "n02", "n03")
+    far = {"from": "n[01,03]", "to": "n02", "bandwidth": 1e9}
+    for hosts in ("n[01-03]", ["n[01-02]", "n03"]):
+        found = load(
+            tmp_path,
+            hosts=hosts,
+            links=CLASSES | {"exceptions": [far]},
+            trunks=[{"hosts": "n[01-02]", "bandwidth": 1e9}],
+        )
+        assert found.hosts == names and found.named and found.trunks.behind.tolist() == [[True, True, False]]
+        assert found.bandwidth[:, 1].tolist() == [1e9, 3e11, 1e9] and found.bandwidth[0, 2] == 2e10
+    assert cluster.without(found, ["n[01", "02]"]).hosts == ("n03",)
+    with pytest.raises(UserError, match="n02 comes twice"):
+        load(tmp_path, hosts=["n[01-02]", "n02"])
+
+
 # --- Devices of one's own, and sites ----------------------------------------------------------------------------------
 
 MINE = {"peak_flops": 1.4e14, "bandwidth": 9e11, "memory": 2.4e10}
