@@ -1,6 +1,7 @@
 """Flags of the model, of the cluster and of `PlanOptions`, for the mains that plan."""
 
 import dataclasses
+import sys
 from typing import Any
 
 from absl import flags
@@ -88,11 +89,10 @@ def options(**more: Any) -> PlanOptions:
 
 
 def decided_values() -> dict[str, Any]:
-    """Return the sections of the configuration that --model gives.
+    """Return the sections of the configuration that --model gives, and say which overrides no plan depends on.
 
     Raises:
-        UserError: an override sets what the planner decides or what no plan depends on, or the planner does not support
-            the configuration.
+        UserError: an override sets what the planner decides, or the planner does not support the configuration.
     """
     f = flags.FLAGS
     for key, flag in _DECIDED.items():
@@ -108,10 +108,10 @@ def decided_values() -> dict[str, Any]:
     for key in keys:
         if key in _SET:
             raise UserError(f"--model.{key} has no effect, since each plan sets {key} itself; leave it out")
-        if key in _UNUSED or (key.split(".")[0] in _TRAINED and key not in _READ):
-            raise UserError(
-                f"--model.{key} has no effect, since no plan depends on it; give it to paxtrain.train as --config.{key}"
-            )
+    unused = [key for key in keys if key in _UNUSED or (key.split(".")[0] in _TRAINED and key not in _READ)]
+    if unused:
+        told = f"no plan depends on {', '.join(unused)}; train with the same, such as --config.{unused[0]}"
+        print(f"note: {told}", file=sys.stderr, flush=True)
     if f.global_batch and "batch.global_batch" in keys and values["batch"]["global_batch"] != f.global_batch:
         raise UserError(
             f"--global_batch={f.global_batch} and --model.batch.global_batch={values['batch']['global_batch']} "

@@ -141,9 +141,6 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         ["--model.compress.backward.messages=epilogue"],
         ["--model.compress.data.rank=64"],
         ["--model.pipeline.idle=skip"],
-        ["--model.optimizer.learning_rate=0.1"],
-        ["--model.data.train=corpus"],
-        ["--model.outer.every=50", "--model.outer.momentum=0.5"],
         ["--global_batch=32", "--model.batch.global_batch=64"],
         ["--hosts=1,2", "--tokens=inf"],
         ["--hosts=1,2", "--price=nan"],
@@ -170,3 +167,15 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         said += [" ".join(given) or "no flags", f"    {printed.removeprefix('error: ').strip()}"]
     assert not (tmp_path / "plan" / "plan.json").exists()
     snapshot("bad_plans.txt", "\n".join(said).replace(str(tmp_path), "FOLDER"))
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # ml_collections uses it
+def test_a_value_on_which_no_plan_depends_is_a_note(monkeypatch, capfd, cluster_file):
+    unused = "--model.optimizer.learning_rate=0.1", "--model.data.train=corpus", "--model.outer.momentum=0.5"
+    ends = "--model.outer.every=50", f"--cluster={cluster_file}", "--without=host0,host1"
+    assert mains.run(monkeypatch, mains.load("planner.plan"), *MODEL, *unused, *ends) == 2
+    note, error = capfd.readouterr().err.splitlines()
+    assert error.startswith("error: all 2 hosts are left out")
+    keys, told = note.removeprefix("note: no plan depends on ").split("; ")
+    assert set(keys.split(", ")) == {"optimizer.learning_rate", "data.train", "outer.momentum"}
+    assert told == f"train with the same, such as --config.{keys.partition(',')[0]}"
