@@ -101,7 +101,7 @@ def mean_lowrank(
         rank: rank r of the factors, at most the columns of state.q; a lower one leaves q's last columns as they are.
         axis: name of the data axis, or groups of its ranks; None if there is one data rank, which needs no collective.
         implementation: implementation of the passes over matrices, one of kernels.IMPLEMENTATIONS.
-        form: "solve", or "qr" with an orthonormal P: the same product at a higher cost.
+        form: "solve", or "qr" with an orthonormal P: the same up to rounding, at a higher cost.
         keep: whether the old errors are needed later as well, because the step may be dropped; this saves a copy.
 
     Returns:
@@ -296,7 +296,7 @@ def _mean(x: jax.Array, axis: Axis | None) -> jax.Array:
 
 def _warm_start(w: jax.Array) -> jax.Array:
     """Return the q [k, r] of the next step after a step with right factor w [k, r]."""
-    # The first q is made anew, which is cheaper than keeping it: it depends on the shape alone and need not be
-    # orthonormal.
+    # Its random share is a draw that depends on the shape alone and need not be orthonormal. Making it anew is cheaper
+    # than keeping the first q.
     k, r = w.shape[-2:]
     return subspace.warm_start(w, jax.random.normal(jax.random.key(0), (k, r)) * k**-0.5)

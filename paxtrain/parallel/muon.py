@@ -1,4 +1,4 @@
-"""Muon for the layers' matrices: optax's, over global arrays in mesh layout.
+"""Muon for the layers' matrices, as its authors wrote it, over global arrays in mesh layout.
 
 Every row of a kernel [rows, n, k] is a separate matrix. Kernels [rows, n, several, k] hold several matrices in each
 row: q, k and v, or a gate and the projection that it multiplies. They are orthogonalised separately, because they train
@@ -20,8 +20,8 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
-import optax.contrib
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -73,9 +73,24 @@ def _go(shardings: Route) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(go, updates))
 
 
-def _dimension_numbers(tree: Params) -> Params:
-    """Return the dims n and k of the matrices in each kernel [rows, n, k] or [rows, n, several, k]."""
-    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(1, x.ndim - 1), tree)
+def _orthogonal(x: jax.Array, steps: int) -> jax.Array:
+    """Return matrices [..., n, k] with singular values near 1, by the iteration that Jordan et al. print."""
+    if x.shape[-2] > x.shape[-1]:
+        return _orthogonal(x.mT, steps).mT
+    x = x / jnp.maximum(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True), 1e-7)
+    for _ in range(steps):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def _orthogonalize(steps: int) -> optax.GradientTransformation:
+    """Return a transformation that orthogonalizes the matrices in kernels [rows, n, k] or [rows, n, several, k]."""
+
+    def each(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(_orthogonal(jnp.moveaxis(x, 1, -2), steps), -2, 1)
+
+    return optax.stateless(lambda updates, _: jax.tree.map(each, updates))
 
 
 def _scale(rms: float) -> optax.GradientTransformation:
@@ -98,9 +113,8 @@ def muon(config: OptimizerConfig, rate: optax.Schedule, route: Route = ()) -> op
     """
     chain = optax.chain(
         _go(route),
-        optax.contrib.scale_by_muon(
-            ns_steps=config.muon_steps, beta=config.muon_momentum, weight_dimension_numbers=_dimension_numbers
-        ),
+        optax.trace(config.muon_momentum, nesterov=True),
+        _orthogonalize(config.muon_steps),
         _scale(config.muon_rms),
         # The first constraint repeats the present sharding; without it XLA moves both terms of the last iteration's
         # sum.
