@@ -3,17 +3,20 @@
 import jax
 import optax
 
-from paxtrain.config import Config
+from paxtrain.config import Config, OptimizerConfig
 from paxtrain.parallel.layout import Params, names
 from paxtrain.parallel.muon import Route, is_matrix, muon
 
 
-def learning_rate(config: Config) -> optax.Schedule:
+def learning_rate(opt: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the learning rate of an update, as a function of the number of updates before it.
 
     The first update has the rate learning_rate / warmup_steps, not zero. The last update has the schedule's final rate.
+
+    Args:
+        opt: Optimizer, whose schedule counts.
+        steps: Steps of the run.
     """
-    opt, steps = config.optimizer, config.run.steps
     peak, final = opt.learning_rate, opt.learning_rate * opt.final_fraction
     warmup = optax.linear_schedule(0.0, peak, opt.warmup_steps)
     if opt.schedule == "cosine":
@@ -42,7 +45,7 @@ def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransform
         config: Configuration of the run; its optimizer and its number of steps count.
         route: Shardings through which Muon's updates pass (see muon.py); () on one device.
     """
-    opt, rate = config.optimizer, learning_rate(config)
+    opt, rate = config.optimizer, learning_rate(config.optimizer, config.run.steps)
     adamw = optax.adamw(rate, opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=decay_mask)
     if opt.name == "adamw":
         return adamw

@@ -424,7 +424,7 @@ class Trainer:
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": learning_rate(c)(state.step - state.skipped),
+            "learning_rate": learning_rate(c.optimizer, c.run.steps)(state.step - state.skipped),
             "finite": finite,
         }
         state = TrainState(

@@ -182,11 +182,16 @@ class PreparedRun:
         if restored is None:
             return self.trainer.init(self.config.run.seed)
         tree, meta = restored
-        self._resume(meta)
+        self._resume(meta, int(tree.get("skipped", 0)))
         return self.trainer.from_canonical(tree)
 
-    def _resume(self, meta: Meta) -> None:
-        """Take the count of samples and the ranks from a checkpoint's metadata, and print what has changed since."""
+    def _resume(self, meta: Meta, skipped: int) -> None:
+        """Take the count of samples and the ranks from a checkpoint's metadata, and print what has changed since.
+
+        Args:
+            meta: Metadata of the checkpoint.
+            skipped: Number of steps that changed nothing.
+        """
         step, steps = meta["step"], self.config.run.steps
         if step > steps:
             raise UserError(
@@ -198,6 +203,8 @@ class PreparedRun:
             settled = before.settled if before.waited(step) is None else step
             self._timetable = dataclasses.replace(self._timetable, settled=settled)
         self.say(f"resumed from step {step}, {self.samples} samples consumed")
+        if step and (changed := report.changed_settings(meta["config"], self.config, step - skipped)):
+            self.say(f"settings have changed: {changed}")
         if meta["data"] and meta["data"] != self.data.identity():
             self.say(f"the data order has changed; the checkpoint's is {meta['data']}")
         if self._reset:

@@ -3,17 +3,25 @@
 import math
 import pathlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from paxtrain.config import Config, OptimizerConfig, read_section, to_dict
 from paxtrain.outer.trainer import GroupedTrainer
+from paxtrain.parallel.optimizer import learning_rate
 from paxtrain.parallel.stage_choice import StageTimes
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
-from paxtrain.tables import size
+from paxtrain.tables import size, some
 
+# What continues without a jump of the learning rate.
+NO_JUMP = (
+    "runs with optimizer.schedule=wsd go on without a jump from a checkpoint before their decay, and so does a new run "
+    "that imports this one's export and warms up"
+)
+_OF_BATCH, _OF_RUN = ("global_batch",), ("steps", "seed")  # settings that change what a run learns
 NO_STAGE = "no stage, because the step would not end sooner"  # that compresses over data
 
 
@@ -115,15 +123,52 @@ def losses(what: str, values: dict[str, float]) -> list[tuple[str, str]]:
     return rows
 
 
-def next_steps(out: pathlib.Path, sampled: bool) -> list[tuple[str, str]]:
+def changed_settings(before: Mapping[str, Any], now: Config, updates: int) -> str:
+    """Return a sentence on the settings with which a run goes on otherwise than it began, and on the learning rate.
+
+    Where and in which parts the work is done does not count. The data and the compression are told by themselves.
+
+    Args:
+        before: The configuration of the checkpoint, as its metadata has it.
+        now: The configuration of the run.
+        updates: Number of updates that are done.
+
+    Returns:
+        The sentence, or "" if nothing differs.
+    """
+    here = to_dict(now)
+    different = [
+        f"{section}.{name} was {value} and is {here[section][name]}"
+        for section, names in (("optimizer", ()), ("outer", ()), ("model", ()), ("batch", _OF_BATCH), ("run", _OF_RUN))
+        for name, value in before.get(section, {}).items()
+        if (not names or name in names) and here[section].get(name, value) != value
+    ]
+    if not different:
+        return ""
+    opt, steps = read_section(OptimizerConfig, before["optimizer"], "optimizer"), before["run"]["steps"]
+    rates = [float(learning_rate(*each)(updates)) for each in ((opt, steps), (now.optimizer, now.run.steps))]
+    if math.isclose(*rates, rel_tol=1e-3):
+        return some(different)
+    jump = f"; {NO_JUMP}" if rates[1] > 1.1 * rates[0] else ""
+    return f"{some(different)}; the next step's learning rate was {rates[0]:.3g} and is {rates[1]:.3g}{jump}"
+
+
+def next_steps(out: pathlib.Path, sampled: bool, config: Config) -> list[tuple[str, str]]:
     """Return the commands that a finished run's folder is for, as rows of (what for, command).
 
     Args:
         out: Folder of the run.
         sampled: Whether the folder has a tokenizer, without which there is no sample and no export.
+        config: Configuration of the run.
     """
     run, model = shlex.quote(str(out)), shlex.quote(f"{out}_hf")
-    rows = [("to go on", "the same command with a larger run.steps, or on other devices with planner.plan's --plan")]
+    opt, steps = config.optimizer, config.run.steps
+    go_on = "the same command with a larger run.steps, or on other devices with planner.plan's --plan"
+    rates = [float(learning_rate(opt, total)(steps)) for total in (steps, 2 * steps)]
+    if rates[1] > 1.1 * rates[0]:
+        jump = f"the learning rate jumps from {rates[0]:.3g} to {rates[1]:.3g}"
+        go_on += f"; with run.steps={2 * steps} {jump}; {NO_JUMP}"
+    rows = [("to go on", go_on)]
     if sampled:
         rows += [
             ("to sample", f"python -m paxtrain.sample --checkpoint={run}"),

@@ -178,4 +178,4 @@ class Run(PreparedRun):
             except UserError as error:  # some tokenizers have no token for "\n"; the run is complete without a sample
                 text = f"none, {error}"
             self.say(f"a sample:\n{text}")
-        self.say(table(report.next_steps(self.out, known)))
+        self.say(table(report.next_steps(self.out, known, self.config)))

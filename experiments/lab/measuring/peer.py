@@ -116,7 +116,7 @@ def task(split: Real, data: str, folder: pathlib.Path, steps: int) -> dict[str, 
         "config": sections,
         "weights": str((folder / "weights.npz").resolve()),
         "batches": str((folder / "batches.npy").resolve()),
-        "rates": [float(learning_rate(config)(step)) for step in range(steps)],
+        "rates": [float(learning_rate(config.optimizer, config.run.steps)(step)) for step in range(steps)],
     }
 
 

@@ -37,13 +37,15 @@ def config_of(steps=100, **optimizer):
 )
 def test_learning_rates(optimizer, points):
     """Points are given by the number of the update. The first update is 1; 0 only says where the line starts."""
-    schedule = learning_rate(config_of(**optimizer))
+    config = config_of(**optimizer)
+    schedule = learning_rate(config.optimizer, config.run.steps)
     assert {step: pytest.approx(float(schedule(step - 1)), abs=1e-7) for step in points} == points
 
 
 @pytest.mark.parametrize("name", ["cosine", "wsd", "constant"])
 def test_warm_up_rises_and_what_follows_never_does(name):
-    rates = np.array([learning_rate(config_of(schedule=name, warmup_steps=20, decay_steps=30))(i) for i in range(101)])
+    config = config_of(schedule=name, warmup_steps=20, decay_steps=30)
+    rates = np.array([learning_rate(config.optimizer, config.run.steps)(i) for i in range(101)])
     assert rates[0] > 0
     assert (np.diff(rates[:20]) > 0).all()
     assert (np.diff(rates[19:]) <= 1e-8).all()
