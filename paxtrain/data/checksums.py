@@ -35,7 +35,7 @@ def digest(path: str) -> str:
 
 
 def _read(prefix: str) -> dict[str, str]:
-    """Return the checksums of a data set by the names of its files.
+    """Return the checksums of a data set by the suffixes of its files, which may have been renamed with it.
 
     Raises:
         UserError: The file of checksums is damaged.
@@ -46,10 +46,9 @@ def _read(prefix: str) -> dict[str, str]:
             lines = [_LINE.fullmatch(line.rstrip("\n")) for line in file.read(1 << 16).splitlines()]
     except UnicodeDecodeError:
         lines = [None]
-    name = os.path.basename(prefix)
-    found = {line[2]: line[1] for line in lines if line}
-    if None in lines or found.keys() != {f"{name}.bin", f"{name}.idx"}:
-        raise UserError(f"{path} is damaged: it must hold the SHA-256 of {name}.bin and of {name}.idx; {_AGAIN}")
+    found = {os.path.splitext(line[2])[1]: line[1] for line in lines if line}
+    if None in lines or len(lines) != 2 or found.keys() != {".bin", ".idx"}:
+        raise UserError(f"{path} is damaged: it must hold the SHA-256 of a .bin and of its .idx; {_AGAIN}")
     return found
 
 
@@ -72,7 +71,7 @@ def verify(prefix: str, *, most: int | None = None) -> bool:
         return False
     known = _read(prefix)
     for path in paths:
-        if digest(path) != known[os.path.basename(path)]:
+        if digest(path) != known[os.path.splitext(path)[1]]:
             raise UserError(f"{path} is damaged: its SHA-256 is not the one in {sidecar(prefix)}; {_AGAIN}")
     return True
 

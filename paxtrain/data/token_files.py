@@ -4,7 +4,8 @@ PREFIX.bin holds the token ids of all sequences, one after the other. PREFIX.idx
 
     magic "MMIDIDX\\0\\0", uint64 version (1), uint8 dtype code, uint64 sequences N, uint64 document indices D,
     int32[N] tokens per sequence, int64[N] byte offset of each sequence, int64[D] first sequence of each document,
-    beginning with 0 and ending with N (the documents number D - 1).
+    beginning with 0 and ending with N (the documents number D - 1). Merged sets may list 0 alone; then each sequence
+    is a document.
 
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grain
 import numpy as np
 
-from paxtrain.data import checksums
+from paxtrain.data import checksums, tokenizer
 from paxtrain.errors import UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -37,7 +38,7 @@ _DTYPES = {
 }
 _DTYPE_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
-# Ids are checked when a file is opened, up to this many bytes of it: a fraction of a second.
+# Of larger files nothing is read at the start that a tokenizer beside them can tell.
 _SCAN_BYTES = 64 * 2**20
 _SCAN_TOKENS = 2**20
 
@@ -130,11 +131,13 @@ def _read_index(path: str) -> tuple[np.dtype, int, int, int]:
     sizes = np.frombuffer(raw, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(raw, "<i8", sequences, _HEADER.size + 4 * sequences)
     documents = np.frombuffer(raw, "<i8", indices, _HEADER.size + 12 * sequences)
+    if sequences == 0:
+        raise UserError(f"{path} lists no sequences; prepare the data set from text that is not empty")
+    if indices == 1 and documents[0] == 0:
+        documents = np.arange(sequences + 1)
     if indices == 0 or documents[-1] != sequences:
         last = documents[-1] if indices else "none"
         raise UserError(f"{path} is damaged: its last document index is {last} instead of {sequences} sequences")
-    if sequences == 0:
-        raise UserError(f"{path} lists no sequences; prepare the data set from text that is not empty")
     if documents[0] != 0 or (np.diff(documents) < 0).any():
         raise UserError(f"{path} is damaged: its document indices do not ascend from 0")
     ends = np.cumsum(sizes, dtype=np.int64)
@@ -142,7 +145,7 @@ def _read_index(path: str) -> tuple[np.dtype, int, int, int]:
         raise UserError(f"{path} is damaged: its sequences do not follow each other in the .bin file without gaps")
     boundaries = np.append(0, ends)[documents]
     first = next(iter(boundaries[boundaries > 0]), 0)
-    return dtype, int(ends[-1]), indices - 1, int(first)
+    return dtype, int(ends[-1]), len(documents) - 1, int(first)
 
 
 class TokenFile:
@@ -211,8 +214,9 @@ def samples_per_epoch(tokens: int, sequence: int) -> int:
 def load(prefix: Prefix, *, vocab_size: int, sequence: int, separator: int = -1, verify: bool = False) -> TokenFile:
     """Open a data set, and refuse one that would stop a training run before anything is compiled.
 
-    Ids are scanned in the first 64 MiB; later ones are checked when they are read. Data sets of at most 64 MiB are
-    compared with their checksums, if they have any.
+    Data sets of at most 64 MiB are compared with their checksums, if they have any. All ids are scanned, a gigabyte in
+    about a second, unless the set is larger and the tokenizer.json beside it has no id outside the vocabulary; then the
+    first 64 MiB are.
 
     Args:
         prefix: path without ".bin" and ".idx".
@@ -238,7 +242,11 @@ def load(prefix: Prefix, *, vocab_size: int, sequence: int, separator: int = -1,
             f"{file.prefix}.bin has {len(file)} tokens, too few for one sample of model.sequence={sequence} plus one; "
             f"use more text or a model.sequence of at most {max(len(file) - 1, 0)}"
         )
-    scanned = min(len(file), _SCAN_BYTES // file.dtype.itemsize)
+    scanned, at_least = len(file), _SCAN_BYTES // file.dtype.itemsize
+    beside = os.path.join(os.path.dirname(file.prefix), tokenizer.FILE)
+    if scanned > at_least and os.path.isfile(beside):
+        within = tokenizer.vocabulary_size(tokenizer.load(beside)) <= vocab_size
+        scanned = at_least if within else scanned
     for start in range(0, scanned, _SCAN_TOKENS):
         file.read(start, min(start + _SCAN_TOKENS, scanned))
     if separator >= 0:

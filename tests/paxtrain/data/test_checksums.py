@@ -69,11 +69,31 @@ def test_without_the_checksums_flipped_ids_pass(data):
         load(data, verify=True)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"0" * 64 + b"  train.bin\n", b"x  train.bin\ny  train.idx\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"0" * 64 + b"  train.bin\n",
+        b"x  train.bin\ny  train.idx\n",
+        b"".join(b"0" * 64 + b"  " + name + b"\n" for name in (b"a.bin", b"b.bin", b"a.idx")),
+    ],
+)
 def test_damaged_checksums_are_one_sentence(data, content):
     (data / "train.sha256").write_bytes(content)
     with pytest.raises(UserError, match=r"train\.sha256 is damaged.*prepare the data set again"):
         load(data)
+
+
+def test_a_set_that_was_renamed_with_its_checksums_is_verified(data):
+    for suffix in ("bin", "idx", "sha256"):
+        (data / f"train.{suffix}").rename(data / f"web.{suffix}")
+    assert checksums.verify(str(data / "web"))
+    bad = bytearray((data / "web.bin").read_bytes())
+    bad[10] ^= 1
+    (data / "web.bin").write_bytes(bad)
+    with pytest.raises(UserError, match=r"web\.bin is damaged: its SHA-256 is not the one in .*web\.sha256"):
+        checksums.verify(str(data / "web"))
 
 
 def test_large_sets_are_verified_when_asked(data, monkeypatch):

@@ -3,6 +3,8 @@ import struct
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from paxtrain.data import token_files
 from paxtrain.errors import UserError
@@ -72,6 +74,12 @@ def test_every_integer_dtype_loads(tmp_path, dtype):
     ids = np.arange(7, dtype=f"<{dtype}")
     write(tmp_path / "x", megatron_index(DTYPE_CODES[dtype], ids.itemsize, [3, 4], [0, 1, 2]), ids.tobytes())
     np.testing.assert_array_equal(token_files.TokenFile(tmp_path / "x").read(0, 7), np.arange(7))
+
+
+def test_a_merged_set_that_lists_no_documents_has_one_for_each_sequence(tmp_path):
+    write(tmp_path / "x", megatron_index(8, 2, [5, 6, 10], [0]), struct.pack("<21H", *range(21)))
+    file = token_files.load(tmp_path / "x", vocab_size=21, sequence=SEQUENCE, separator=4)
+    assert (len(file), file.documents, file.first_document) == (21, 3, 5)
 
 
 def test_sequence_modes_of_multimodal_sets_do_not_disturb(megatron):
@@ -260,11 +268,17 @@ def test_ids_are_checked_before_they_are_narrowed(tmp_path, wrong):
         token_files.load(tmp_path / "x", vocab_size=2**31, sequence=2)
 
 
-def test_ids_behind_the_scan_are_found_when_their_batch_is_read(tmp_path, monkeypatch):
+def test_ids_of_a_large_file_are_found_on_open_unless_its_tokenizer_has_none_of_them(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "_SCAN_BYTES", 2 * 10)
     with token_files.TokenWriter(tmp_path / "x", 100) as writer:
         writer.extend([1] * 17 + [99] + [1] * 7)
         writer.end_document()
+    for ids in (0, 51):
+        if ids:
+            Tokenizer(WordLevel({str(i): i for i in range(ids)}, "0")).save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(UserError, match=r"token id 99 at position 17"):
+            token_files.load(tmp_path / "x", vocab_size=50, sequence=SEQUENCE)
+    Tokenizer(WordLevel({str(i): i for i in range(50)}, "0")).save(str(tmp_path / "tokenizer.json"))
     file = token_files.load(tmp_path / "x", vocab_size=50, sequence=SEQUENCE)
     stream = token_files.batches(file, sequence=SEQUENCE, global_batch=2, rows=[0, 1], shuffle=False)
     next(stream), next(stream)
