@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import functools
 import re
 import shutil
 import sys
@@ -151,7 +150,10 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
         key = str(error.args[0]).rpartition("lookup: ")[2]
         fail(UserError(f"no such configuration key: {key}; write --config.section.key=value"))
     except flags.IllegalFlagValueError as error:
-        fail(UserError(functools.reduce(lambda text, words: re.sub(*words, text), _PLAINLY.items(), str(error))))
+        text = str(error)
+        for pattern, plain in _PLAINLY.items():
+            text = re.sub(pattern, plain, text)
+        fail(UserError(text))
     except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:
         fail(error)
 
