@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
     distributed.initialize(*launched, f.lost_timeout)
     group = ProcessGroup(f.answer_timeout)
     with group.ends_together():
-        machines = find_machines(group, f.rack, site=f.site)
+        machines = find_machines(group, f.rack, site=f.site, peak=f.peak)
         cluster, said = profile_cluster.profile(group, machines, config, options, f.name)
         if group.process == 0:
             cluster.save(out)

@@ -137,8 +137,8 @@ def given() -> tuple[dict[str, Any], PlanOptions, Config]:
     """
     f = flags.FLAGS
     values = f.config.to_dict()
-    if f.out:
-        values["run"] = {**values.get("run", {}), "out": f.out}
+    told = {name: value for name, value in (("out", f.out), ("peak_flops", f.peak)) if value}
+    values["run"] = {**values.get("run", {}), **told}
     for name in ("profile_seconds", "profile_age", "answer_timeout"):
         if not getattr(f, name) <= MOST_SECONDS:
             given = getattr(f, name)
@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> None:
             chosen = _given_plan(group)
             if f.gpus is not None:
                 allocation.check_devices(group, f.gpus, f.host_name or socket.gethostname())
-            machines = find_machines(group, f.rack, f.host_name, f.site)
+            machines = find_machines(group, f.rack, f.host_name, f.site, f.peak)
             allocation.check_shared(group, out)
             group.gather(None, lambda _: held.enter_context(RunLock(out)) and None)
             _check_data(group, neutral)

@@ -44,7 +44,8 @@ def measure(folder: pathlib.Path, model: str, settings: dict[str, Any], save: st
     step = PipelinedStep(c, [device])
     found = breakdown(step.run, step.compiled, step.mesh, steps)
     seconds = {name: float(values[0]) for name, values in found.seconds.items()}
-    kind = gpus.find(device.device_kind) or _STAND_IN
+    here = gpus.find(device.device_kind)
+    kind = here if here in gpus.GPUS else _STAND_IN
     estimate = ledger.read(step.compiled, c, gpus.GPUS[kind])
     return {
         "step": f"{model}, save={save}",

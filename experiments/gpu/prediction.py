@@ -63,7 +63,8 @@ def memory(folder: pathlib.Path, model: str, settings: dict[str, Any], save: str
     step()
     step()
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    answer = oracle.oracle(c, gpus.find(device.device_kind) or _STAND_IN, hosts=1, per_host=1)
+    found = gpus.find(device.device_kind)
+    answer = oracle.oracle(c, found if found in gpus.GPUS else _STAND_IN, hosts=1, per_host=1)
     return {
         "step": f"{model}, save={save}",
         "peak": peak,
@@ -94,7 +95,7 @@ def step(
         options = ProfileOptions(repeats=repeats, micro_batches=(c.batch.micro_batch,), tensor=(1,))
         cluster, _ = profile_cluster.profile(group, machines, c, options, "this device")
         sheet = None
-        if machines.kinds[0] in gpus.GPUS:  # a CPU has no data sheet
+        if machines.kinds[0] in gpus.ALL:  # a CPU has no data sheet
             sheet = predicted(dataclasses.replace(cluster, compute=()), c)
         rows.append(
             {"save": save, "seconds": _seconds(c, steps), "profiled": predicted(cluster, c), "data_sheet": sheet}

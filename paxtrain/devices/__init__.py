@@ -1,11 +1,10 @@
 """Device kinds, as data sheets and drivers describe them. This package imports nothing of the project.
 
-    gpus.py         the record of each GPU for which plans are made or programs are compiled
-    datasheets.py   peak rates of all known devices: model FLOPs utilisation (MFU), fits of job logs
+    gpus.py         the record of each GPU, with its names in drivers and logs
+    datasheets.py   peak rates of these and of older devices: model FLOPs utilisation (MFU), fits of job logs
 
-Plans for a new GPU need no code: a cluster's file can describe its devices (planner/cluster/cluster_file.py). To
-measure it, to compile for it and to plan for it by its name, it needs a record in gpus.py; for its utilisation, a line
-in datasheets.py that takes the record's rates.
+Plans for a new GPU need no code: a cluster's file can describe its devices (planner/cluster/cluster_file.py), and
+planner.profile and planner.run measure it with --peak. To plan for it by its name, it needs a record in gpus.py.
 
 What needs more than figures is where it is used: which kernels of compression a GPU runs, and up to which rank, is in
 compress/kernels.py; from which capability on cuDNN has flash attention, in paxtrain/config/model.py. Blocks of

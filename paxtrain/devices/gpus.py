@@ -1,10 +1,12 @@
-"""The GPUs for which plans are made, and of them those for which programs are compiled on machines without them.
+"""The GPUs for which plans are made (ALL), and of them those for which programs are compiled without them (GPUS).
 
 The figures are those of data sheets and drivers. All else that the project knows of a GPU follows from its record here.
 """
 
 import dataclasses
+import functools
 import re
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,8 +14,9 @@ class Gpu:
     """A GPU model, as its maker's data sheet and its driver describe it.
 
     Attributes:
-        name: name that the driver reports, which is `jax.Device.device_kind`; drivers differ in its details (`find`).
-        memory: bytes of memory that the driver reports; XLA takes part of it for itself.
+        name: name that the driver reports, which is `jax.Device.device_kind`.
+        names: all its names in drivers and logs, as a regular expression for `find`.
+        memory: bytes of memory that the driver reports, or the data sheet's; XLA takes part of it for itself.
         bandwidth: bytes per second of the memory.
         peak_flops: FLOP/s of dense bfloat16 matrix products (float16 if the GPU has no bfloat16).
         single_flops: FLOP/s of dense 32-bit matrix products, in TF32 if the GPU has it.
@@ -24,6 +27,7 @@ class Gpu:
     """
 
     name: str
+    names: str
     memory: int
     bandwidth: float
     peak_flops: float
@@ -35,7 +39,7 @@ class Gpu:
 
     @property
     def float32_flops(self) -> float:
-        """FLOP/s in float32, which a GeForce has as many of as in TF32."""
+        """FLOP/s in float32, taken as those in TF32."""
         return self.single_flops
 
 
@@ -130,6 +134,7 @@ class TargetGpu(Gpu):
 _H100_REACH = 0.61
 _VOLTA = TargetGpu(
     name="Tesla V100-SXM2-16GB",
+    names=r"v100(sxm2)?(16gb)?",
     memory=16_935_682_048,
     bandwidth=898.048e9,
     peak_flops=125e12,
@@ -147,6 +152,7 @@ _VOLTA = TargetGpu(
 )
 _AMPERE = TargetGpu(
     name="NVIDIA A100-SXM4-40GB",
+    names=r"a100(sxm4?)?40gb(sxm4?)?",
     memory=42_298_834_944,
     bandwidth=1555.2e9,
     peak_flops=312e12,
@@ -165,6 +171,7 @@ _AMPERE = TargetGpu(
 )
 _HOPPER = TargetGpu(
     name="NVIDIA H100 80GB HBM3",
+    names=r"h100(sxm5?)?(80gb)?(hbm3)?(sxm5?)?",
     memory=84_942_979_072,
     bandwidth=3352.32e9,
     peak_flops=989.4e12,
@@ -183,6 +190,7 @@ _HOPPER = TargetGpu(
 )
 _BLACKWELL = TargetGpu(
     name="NVIDIA B200",
+    names=r"b200(sxm6?)?",
     memory=191_514_411_008,
     bandwidth=7672.32e9,
     peak_flops=2250e12,
@@ -203,61 +211,109 @@ GPUS = {
     "v100": _VOLTA,
     "a100-40gb": _AMPERE,
     "a100-80gb": dataclasses.replace(
-        _AMPERE, name="NVIDIA A100-SXM4-80GB", memory=85_100_068_864, bandwidth=2039.04e9, memory_clock=1.593
+        _AMPERE,
+        name="NVIDIA A100-SXM4-80GB",
+        names=r"a100(sxm4?)?(80gb)?(sxm4?)?",
+        memory=85_100_068_864,
+        bandwidth=2039.04e9,
+        memory_clock=1.593,
     ),
     "h100": _HOPPER,
     "h200": dataclasses.replace(
-        _HOPPER, name="NVIDIA H200 141GB HBM3e", memory=151_397_597_184, bandwidth=4800e9, memory_clock=3.75
+        _HOPPER,
+        name="NVIDIA H200 141GB HBM3e",
+        names=r"h200(sxm5?)?(141gb)?(hbm3e)?(sxm5?)?",
+        memory=151_397_597_184,
+        bandwidth=4800e9,
+        memory_clock=3.75,
     ),
     "b200": _BLACKWELL,
 }
-# From NVIDIA's GA102, AD102 and GB202 white papers; the memory is what drivers report.
-GEFORCE = {
-    "rtx3090": Gpu(
-        name="NVIDIA GeForce RTX 3090",
-        memory=25_438_126_080,
-        bandwidth=936.2e9,
-        peak_flops=71e12,
-        single_flops=35.6e12,
-        link=24e9,
-        capability=(8, 6),
-        sms=82,
-    ),
-    "rtx4090": Gpu(
-        name="NVIDIA GeForce RTX 4090",
-        memory=25_757_220_864,
-        bandwidth=1008e9,
-        peak_flops=165.2e12,
-        single_flops=82.6e12,
-        link=24e9,
-        capability=(8, 9),
-        sms=128,
-    ),
-    "rtx5090": Gpu(
-        name="NVIDIA GeForce RTX 5090",
-        memory=34_190_458_880,
-        bandwidth=1792e9,
-        peak_flops=209.5e12,
-        single_flops=104.8e12,
-        link=48e9,
-        capability=(12, 0),
-        sms=170,
-    ),
-}
 
 
-def _words(name: str) -> set[str]:
-    return set(re.split(r"[^a-z0-9]+", name.lower()))
+def _card(
+    name: str, names: str, memory: float, rates: tuple[float, ...], link: float, capability: tuple[int, int], sms: int
+) -> Gpu:
+    """Return a GPU for which nothing is compiled where there is none.
 
-
-def find(device_kind: str) -> str | None:
-    """Return the key in GPUS of a device by the name that its driver reports; None if it is not there.
-
-    Words count, not the whole name: one driver's "NVIDIA H200" is another's "NVIDIA H200 141GB HBM3e". A card of
-    another form (PCIe, NVL), a MIG slice and a module with another size of memory are not the module that is listed.
+    Args:
+        name: its name in the driver.
+        names: its names in drivers and logs.
+        memory: GB.
+        rates: TFLOP/s in 16 bits, TFLOP/s in 32 bits, GB/s of the memory.
+        link: GB/s to another GPU of the host.
+        capability: CUDA compute capability.
+        sms: multiprocessors.
     """
-    words = _words(device_kind)
-    if words & {"pcie", "nvl", "mig"}:
-        return None
-    sizes = {word for word in words if re.fullmatch("[0-9]+gb", word)}
-    return next((key for key, gpu in GPUS.items() if _words(key) <= words and sizes <= _words(gpu.name)), None)
+    half, single, bandwidth = rates
+    return Gpu(
+        name=name,
+        names=names,
+        memory=round(memory * 1e9),
+        bandwidth=bandwidth * 1e9,
+        peak_flops=half * 1e12,
+        single_flops=single * 1e12,
+        link=link * 1e9,
+        capability=capability,
+        sms=sms,
+    )
+
+
+# Rates are dense, and 16-bit products add in float32. Sources: NVIDIA's data sheets, which print twice as much "with
+# sparsity" from Ampere on; for the GeForce cards its TU102, GA102, AD102 and GB202 white papers. The memory is the data
+# sheet's, or what drivers report if that has more digits.
+_VOLTA_32 = dataclasses.replace(
+    _VOLTA, name="Tesla V100-SXM2-32GB", names=r"v100(sxm[23]|dgxs)?32gb", memory=34_089_730_048
+)
+_PCIE_3, _PCIE_4, _PCIE_5 = 12, 24, 48  # GB/s that are reached
+_OTHERS = {
+    "v100-32gb": _VOLTA_32,
+    "v100-pcie-16gb": _card("Tesla V100-PCIE-16GB", r"v100pcie(16gb)?", 16, (112, 14, 900), _PCIE_3, (7, 0), 80),
+    "v100-pcie-32gb": _card("Tesla V100-PCIE-32GB", r"v100pcie32gb", 32, (112, 14, 900), _PCIE_3, (7, 0), 80),
+    "v100s": _card("Tesla V100S-PCIE-32GB", r"v100s(pcie)?(32gb)?", 32, (130, 16.4, 1134), _PCIE_3, (7, 0), 80),
+    "t4": _card("Tesla T4", r"t4", 15.8, (65, 8.1, 300), _PCIE_3, (7, 5), 40),
+    "a10": _card("NVIDIA A10", r"a10(24gb)?", 24, (125, 62.5, 600), _PCIE_4, (8, 6), 72),
+    "a10g": _card("NVIDIA A10G", r"a10g(24gb)?", 24, (70, 35, 600), _PCIE_4, (8, 6), 80),
+    "a30": _card("NVIDIA A30", r"a30(24gb)?", 24, (165, 82, 933), 100, (8, 0), 56),
+    "a40": _card("NVIDIA A40", r"a40(48gb)?", 47.8, (149.7, 74.8, 696), _PCIE_4, (8, 6), 84),
+    "a6000": _card("NVIDIA RTX A6000", r"(rtx)?a6000", 51.041, (154.8, 77.4, 768), _PCIE_4, (8, 6), 84),
+    "l4": _card("NVIDIA L4", r"l4(24gb)?", 24, (121, 60, 300), _PCIE_4, (8, 9), 58),
+    "l40": _card("NVIDIA L40", r"l40(48gb)?", 48, (181.05, 90.5, 864), _PCIE_4, (8, 9), 142),
+    "l40s": _card("NVIDIA L40S", r"l40s(48gb)?", 48, (362.05, 183, 864), _PCIE_4, (8, 9), 142),
+    "a100-pcie-40gb": _card(
+        "NVIDIA A100-PCIE-40GB", r"a100(pcie40gb|40gbpcie)", 42.298, (312, 156, 1555), 300, (8, 0), 108
+    ),
+    "a100-pcie-80gb": _card(
+        "NVIDIA A100 80GB PCIe", r"a100(80gb)?pcie(80gb)?", 85.1, (312, 156, 1935), 300, (8, 0), 108
+    ),
+    "a800": _card("NVIDIA A800-SXM4-80GB", r"a800(sxm4?)?(80gb)?", 85.1, (312, 156, 2039), 200, (8, 0), 108),
+    "h100-pcie": _card("NVIDIA H100 PCIe", r"h100(80gb)?pcie(80gb)?", 84.94, (756, 378, 2000), 300, (9, 0), 114),
+    "h100-nvl": _card("NVIDIA H100 NVL", r"h100nvl(94gb)?", 94, (835.5, 417.5, 3900), 300, (9, 0), 132),
+    "h800": _card("NVIDIA H800", r"h800(sxm5?)?(80gb)?(hbm3)?", 84.94, (989.4, 494.7, 3352), 200, (9, 0), 132),
+    "h20": _card("NVIDIA H20", r"h20(96gb)?", 96, (148, 74, 4000), 450, (9, 0), 78),
+    "h200-nvl": _card("NVIDIA H200 NVL", r"h200(nvl|pcie)(141gb)?", 141, (835.5, 417.5, 4800), 450, (9, 0), 132),
+    "gh200": _card("NVIDIA GH200 480GB", r"gh200(480gb|120gb|96gb)?", 96, (989.4, 494.7, 4000), 450, (9, 0), 132),
+    "gb200": _card("NVIDIA GB200", r"gb200", 186, (2500, 1250, 8000), 900, (10, 0), 152),
+    "rtx2080ti": _card("NVIDIA GeForce RTX 2080 Ti", r"rtx2080ti", 11, (54, 13.4, 616), _PCIE_3, (7, 5), 68),
+    "rtx3090": _card("NVIDIA GeForce RTX 3090", r"rtx3090", 25.43812608, (71, 35.6, 936.2), _PCIE_4, (8, 6), 82),
+    "rtx3090ti": _card("NVIDIA GeForce RTX 3090 Ti", r"rtx3090ti", 25.757, (80, 40, 1008), _PCIE_4, (8, 6), 84),
+    "rtx4090": _card("NVIDIA GeForce RTX 4090", r"rtx4090", 25.757220864, (165.2, 82.6, 1008), _PCIE_4, (8, 9), 128),
+    "rtx5090": _card("NVIDIA GeForce RTX 5090", r"rtx5090", 34.19045888, (209.5, 104.8, 1792), _PCIE_5, (12, 0), 170),
+}
+ALL: Mapping[str, Gpu] = {**GPUS, **_OTHERS}
+_MAKERS = {"nvidia", "tesla", "geforce", "gpu", "amd", "instinct"}
+
+
+def spelled(name: str) -> str:
+    """Return a device's name without its maker's words, in small letters, without blanks and dashes."""
+    return "".join(word for word in re.findall("[a-z0-9]+", name.lower()) if word not in _MAKERS)
+
+
+@functools.cache
+def find(device_kind: str) -> str | None:
+    """Return the key in ALL of a device by a name in a driver or a log, or by its key; None if it is not there.
+
+    The whole name counts: a card of another form, a laptop's, a MIG slice and another size of memory are other devices.
+    """
+    name = spelled(device_kind)
+    return next((key for key, gpu in ALL.items() if name == spelled(key) or re.fullmatch(gpu.names, name)), None)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of
 from planner.answers.free_choice import freed
@@ -390,9 +391,8 @@ def _other_tasks(free: Search) -> Iterator[Change]:
             if factor * len(cluster.hosts) <= MOST_HOSTS:
                 tried.append((f"{factor} times as many hosts", _several(cluster, factor), model))
         if not cluster.compute and "cpu" not in cluster.kinds:
-            larger = sorted({sheet.memory: kind for kind, sheet in SHEETS.items()}.items())
-            for size, kind in larger:
-                if size > cluster.memory.min():
+            for kind in sorted(GPUS, key=lambda kind: SHEETS[kind].memory):
+                if SHEETS[kind].memory > cluster.memory.min():
                     tried.append((f"{kind} instead", with_devices(cluster, kind), model))
     shorter = dataclasses.replace(model, sequence=model.sequence // 2)
     tried.append((f"a sequence of {shorter.sequence}", cluster, shorter))

@@ -1,6 +1,6 @@
 """The facts of a device that the planner needs: its peak rates and its memory, from data sheets or a cluster's file.
 
-The GPUs are those of paxtrain/devices/gpus.py. For its consumer GPUs plans are made whose memory is not checked by a
+The GPUs are those of paxtrain/devices/gpus.py. For most of them plans are made whose memory is not checked by a
 compiler. GeForce drivers let GPUs of a host exchange data through its memory only, so a cluster's file says what their
 links do.
 """
@@ -8,7 +8,7 @@ links do.
 import dataclasses
 from collections.abc import Mapping
 
-from paxtrain.devices.gpus import GEFORCE, GPUS, Gpu
+from paxtrain.devices.gpus import ALL, GPUS, Gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,4 +43,4 @@ def _of(gpu: Gpu) -> DeviceSheet:
     return DeviceSheet(gpu.peak_flops, gpu.float32_flops, gpu.bandwidth, gpu.memory, gpu.capability, gpu.sms, reach)
 
 
-SHEETS: Mapping[str, DeviceSheet] = {kind: _of(gpu) for kind, gpu in (GPUS | GEFORCE).items()}
+SHEETS: Mapping[str, DeviceSheet] = {kind: _of(gpu) for kind, gpu in ALL.items()}

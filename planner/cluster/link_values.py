@@ -127,8 +127,8 @@ def _classes(
         names = [value] if isinstance(value, str) else value
         if names == ["*"]:
             return list(range(size))
-        texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        found = hostlist.expand(names) if texts else []
+        texts = names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
+        found = hostlist.expand(texts)
         if not found or not set(found) <= set(index):
             raise UserError(f'from and to in links.exceptions must be hosts or "*", got {value!r}')
         return [index[name] for name in found]

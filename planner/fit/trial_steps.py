@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from paxtrain.devices import gpus
 from paxtrain.devices.datasheets import UNKNOWN, UNKNOWN_HOST, datasheet
 from planner.cluster.cluster import Cluster, merged
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
@@ -91,11 +92,11 @@ def candidate(trial: Trial, own: bool) -> Candidate:
 
 
 def _sheet(kind: str) -> DeviceSheet:
-    """Return the planner's data sheet of a device that has its rates, or one made of these rates alone."""
-    rates = datasheet(kind) or UNKNOWN
-    alike = (x for x in SHEETS.values() if (x.peak_flops, x.bandwidth) == (rates.half, rates.memory_bandwidth))
-    sheet = next(alike, DeviceSheet(rates.half, rates.single, rates.memory_bandwidth, memory=0.0))
-    return dataclasses.replace(sheet, single_flops=rates.single)
+    """Return the planner's data sheet of a module whose products' shapes were measured, else one of rates alone."""
+    rates, key = datasheet(kind) or UNKNOWN, gpus.find(kind)
+    if key in gpus.GPUS:
+        return dataclasses.replace(SHEETS[key], single_flops=rates.single)
+    return DeviceSheet(rates.half, rates.single, rates.memory_bandwidth, memory=0.0)
 
 
 def cluster_of(trial: Trial) -> Cluster:

@@ -4,14 +4,19 @@ import dataclasses
 import os
 import pathlib
 import socket
-from collections.abc import Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from paxtrain.devices import gpus
 from paxtrain.errors import UserError
+from planner.cluster.cluster import ASSUMED
 from planner.cluster.cluster_file import site_numbers
+from planner.cluster.device_sheets import DeviceSheet
 from planner.measure.process_group import ProcessGroup
 from planner.measure.reachability import check_reachable
 
@@ -25,12 +30,13 @@ class Machines:
         of_process: index of the host, per process.
         devices: devices of all hosts, host after host.
         per_host: devices per host.
-        kinds: device kind of each host: a key of GPUS, or "cpu".
+        kinds: device kind of each host: a key of gpus.ALL, or "cpu", or the driver's name of a GPU that is in `sheets`.
         memory: bytes of one device, per host.
         racks: rack of each host, as the launcher or --rack says.
         sites: site of each host, as --site says; all empty: there is one.
         crowded: for each process the number of processes that compute on its computer's cores, and the number of
             these cores, if there are fewer of them; else None. Empty: no process shares its cores.
+        sheets: what --peak and a measurement say of GPUs that are not listed, by kind.
     """
 
     hosts: tuple[str, ...]
@@ -42,6 +48,7 @@ class Machines:
     racks: tuple[str, ...]
     sites: tuple[str, ...] = ()
     crowded: tuple[tuple[int, int] | None, ...] = ()
+    sheets: Mapping[str, DeviceSheet] = dataclasses.field(default_factory=dict)
 
     @property
     def site_numbers(self) -> tuple[int, ...]:
@@ -77,6 +84,7 @@ class _Entry(NamedTuple):
         problem: reason why its devices cannot be used; empty: none.
         computer: name of the computer, which hosts may share.
         cores: number of its cores that the process may use; 0: it computes on a GPU.
+        sheet: values of a DeviceSheet if the device is not listed.
     """
 
     host: str
@@ -88,6 +96,7 @@ class _Entry(NamedTuple):
     problem: str
     computer: str
     cores: int
+    sheet: dict[str, Any] | None = None
 
 
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # which containers of a computer share
@@ -114,26 +123,68 @@ def crowded_cores(roster: Sequence[_Entry]) -> tuple[tuple[int, int] | None, ...
     return tuple(crowded.get(entry.computer) if entry.cores else None for entry in roster)
 
 
-def _local_kind() -> tuple[str, float]:
-    """Return this process's device kind and the bytes of one device's memory.
+def _memory_rate(floats: int = 1 << 28) -> float:
+    """Return the bytes/s of passes over memory, the best of a few, each of which reads and writes so many floats."""
+    x = jnp.zeros(floats, jnp.float32)
+    more = jax.jit(lambda x: x + 1, donate_argnums=0)
+    best = np.inf
+    for _ in range(5):
+        x = jax.block_until_ready(more(x))
+        began = time.perf_counter()
+        x = jax.block_until_ready(more(x))
+        best = min(best, time.perf_counter() - began)
+    return 8 * floats / best
+
+
+def _unlisted(device: jax.Device, peak: float) -> DeviceSheet:
+    """Return the sheet of a GPU that is not listed, of its runtime's figures and a measurement.
+
+    Args:
+        device: the GPU.
+        peak: its dense bfloat16 FLOP/s.
+    """
+    share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75
+    major, minor = map(int, str(device.compute_capability).split("."))
+    return DeviceSheet(
+        peak_flops=peak,
+        single_flops=peak / 2,
+        bandwidth=_memory_rate() / ASSUMED.memory,  # plans take that share of a data sheet's bandwidth
+        memory=round((device.memory_stats() or {})["bytes_limit"] / float(share)),
+        capability=(major, minor),
+        sms=device.core_count,
+    )
+
+
+def _local_kind(peak: float) -> tuple[str, float, DeviceSheet | None]:
+    """Return this process's device kind, the bytes of one device's memory, and its sheet if the kind is not listed.
+
+    Args:
+        peak: dense bfloat16 FLOP/s of one device, if it is not listed; 0: not known.
 
     Raises:
-        UserError: the device is not listed in GPUS.
+        UserError: the device is not listed, and its peak is not given.
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return "cpu", total / jax.local_device_count()
-    kind = gpus.find(device.device_kind)
-    if kind is None:
+        return "cpu", total / jax.local_device_count(), None
+    if kind := gpus.find(device.device_kind):
+        return kind, float(gpus.ALL[kind].memory), None
+    if not peak:
         raise UserError(
-            f"{socket.gethostname()} has {device.device_kind}, which paxtrain/devices/gpus.py does not list; it lists "
-            f"{', '.join(gpu.name for gpu in gpus.GPUS.values())}; add yours there"
+            f"{socket.gethostname()} has {device.device_kind}, which paxtrain/devices/gpus.py does not list; give "
+            "--peak, its data sheet's FLOP/s of dense bfloat16 products (1.25e14 for an A10); the rest is measured"
         )
-    return kind, float(gpus.GPUS[kind].memory)
+    sheet = _unlisted(device, peak)
+    return device.device_kind, sheet.memory, sheet
 
 
-def find_machines(group: ProcessGroup, rack: str, name: str = "", site: str = "") -> Machines:
+def _sheet(values: Mapping[str, Any]) -> DeviceSheet:
+    """Return the sheet of values that came as JSON, which knows no tuples."""
+    return DeviceSheet(**{**values, "capability": tuple(values["capability"])})
+
+
+def find_machines(group: ProcessGroup, rack: str, name: str = "", site: str = "", peak: float = 0.0) -> Machines:
     """Collect every process's host and devices, and name the processes after their hosts.
 
     Args:
@@ -141,13 +192,14 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "", site: str = ""
         rack: this host's rack.
         name: this host's name; empty: the name that the operating system gives it.
         site: this host's site.
+        peak: dense bfloat16 FLOP/s of a device of this host that is not listed; 0: it is.
 
     Raises:
         UserError: hosts have different numbers of devices, a device is unknown, or a process cannot be reached.
     """
-    problem = ""
+    problem, sheet = "", None
     try:
-        kind, memory = _local_kind()
+        kind, memory, sheet = _local_kind(peak)
     except UserError as error:
         kind, memory, problem = "", 0.0, str(error)
     name = name or socket.gethostname()
@@ -159,7 +211,18 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "", site: str = ""
         return entries
 
     cores = len(os.sched_getaffinity(0)) if kind == "cpu" else 0
-    mine = _Entry(name, jax.local_device_count(), kind, memory, rack, site, problem, _computer(), cores)
+    mine = _Entry(
+        name,
+        jax.local_device_count(),
+        kind,
+        memory,
+        rack,
+        site,
+        problem,
+        _computer(),
+        cores,
+        dataclasses.asdict(sheet) if sheet else None,
+    )
     roster = [_Entry(*value) for value in group.gather(mine, verdict)]
     hosts = tuple(dict.fromkeys(entry.host for entry in roster))
     alone = len(hosts) == len(roster)
@@ -183,4 +246,5 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "", site: str = ""
         racks=tuple(entry.rack for entry in first),
         sites=tuple(entry.site for entry in first),
         crowded=crowded_cores(roster),
+        sheets={entry.kind: _sheet(entry.sheet) for entry in reversed(roster) if entry.sheet},
     )

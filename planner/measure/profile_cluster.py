@@ -82,6 +82,11 @@ def profile(
         words = f"{fitted}, fitted from the others by sender, receiver, sites and racks"
         said.append(("links not measured", f"{words}; median error on links held out {filled.error:.1%}"))
     said += [("left out", text) for text in (missing, *left_out) if text]
+    for kind, sheet in machines.sheets.items():
+        rates = (
+            f"{tables.size(sheet.peak_flops, 'FLOP/s')} as --peak says, {tables.size(sheet.bandwidth, 'B/s')} of memory"
+        )
+        said.append(("not listed", f"{kind}: {rates}, as measured"))
     source = f"python -m planner.profile on {time.strftime('%Y-%m-%d')}, jax {jax.__version__}"
     if fitted:
         source += f"; {fitted} links fitted, not measured"
@@ -100,6 +105,7 @@ def profile(
         compute=tuple(rows),
         sites=machines.site_numbers,
         trunks=trunks,
+        sheets=machines.sheets,
     )
     return cluster, said
 

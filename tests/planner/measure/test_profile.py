@@ -16,6 +16,7 @@ import pytest
 from paxtrain.config import PipelineConfig, from_dict
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
+from planner.cluster.device_sheets import DeviceSheet
 from planner.cost import compute
 from planner.measure import compute_timing, link_timing, profile_cluster, profile_compute, profile_links
 from planner.measure.machines import Machines, find_machines
@@ -103,6 +104,16 @@ def test_a_single_device_has_no_links_and_a_profile_all_the_same(group, machines
     cluster, _ = profile_cluster.profile(group, alone, config, ProfileOptions(micro_batches=()), "one")
     cluster.save(tmp_path / "one.json")
     assert Cluster.load(tmp_path / "one.json").devices == 1
+
+
+def test_a_gpu_that_is_not_listed_is_described_in_the_file(group, machines, config, tmp_path):
+    sheet = DeviceSheet(7.67e13, 3.8e13, 500e9, 16e9, (8, 6), 48)
+    mine = {"kinds": ("NVIDIA RTX A4000",), "memory": (16e9,), "sheets": {"NVIDIA RTX A4000": sheet}}
+    alone = dataclasses.replace(machines, devices=machines.devices[:1], per_host=1, **mine)
+    cluster, said = profile_cluster.profile(group, alone, config, ProfileOptions(micro_batches=()), "one")
+    assert ("not listed", "NVIDIA RTX A4000: 76.7 TFLOP/s as --peak says, 500 GB/s of memory, as measured") in said
+    cluster.save(tmp_path / "one.json")
+    assert Cluster.load(tmp_path / "one.json").sheet("NVIDIA RTX A4000") == sheet
 
 
 class _Times:
