@@ -17,6 +17,10 @@ if jax.__version_info__ < (0, 11, 1):  # later ones have no such option
     # The pipeline reduces a scanned layer's gradient under the next layer (paxtrain.pipeline.closing). XLA's pass for
     # that would put it off by one more layer, and copy the gradients of two layers in each turn.
     GPU_OPTIONS["xla_gpu_enable_pipelined_reduce_scatter"] = False
+else:  # earlier ones have no such option
+    # From jax 0.11 on XLA writes reduced gradients to their place by copies that run beside compute. By default it puts
+    # a layer's last products over these copies, and so none over the reduction that the copies wait for.
+    GPU_OPTIONS["xla_gpu_experimental_enable_selective_memcpy_overlap"] = True
 
 # XLA's default estimate of a transfer's time comes from the data sheet, and real links are slower. By it gradients
 # between stages travel under the last two of F's products only, and compressed ones under none; by this one, under all

@@ -151,9 +151,7 @@ def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline
         transfers = steady(text)
         assert len(transfers) >= 2
         assert all(transfer.whiles >= 1 for transfer in transfers), transfers
-    # The XLA of jax 0.12 has another scheduler, which puts no product of an unrolled layer over its reductions.
-    if jax.__version_info__ < (0, 12):
-        assert reduced_under_compute(trained, text) >= 0.99 * (min(trained.config.stage_layers) - 1)
+    assert reduced_under_compute(trained, text) >= 0.99 * (min(trained.config.stage_layers) - 1)
     # Inside loops that only the stages concerned run: nothing else waits for a reduction.
     scattered = {op.computation for op in hlo.collectives(text) if op.kind == "reduce-scatter"}
     assert scattered <= {loop.body for loop in hlo.whiles(text)}
@@ -179,6 +177,16 @@ def test_reductions_behind_the_rows_would_be_seen_and_take_as_much_memory(monkey
     trained, program = small_step()
     temporary = [p.memory_analysis().temp_size_in_bytes for p in (program, late)]
     assert temporary[0] <= temporary[1] + layer_bytes(trained)
+
+
+@pytest.mark.slow
+def test_without_selective_copies_they_would_lie_under_nothing():
+    """Negative control: XLA would put the products over the copies of reduced gradients instead."""
+    option = "xla_gpu_experimental_enable_selective_memcpy_overlap"
+    if option not in GPU_OPTIONS:
+        pytest.skip("this jax has no such option")
+    trained = trainer(small())
+    assert reduced_under_compute(trained, compiled(trained, **{option: False}).as_text()) == 0
 
 
 def test_sequence_parallelism_keeps_and_sends_less():
