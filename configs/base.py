@@ -44,7 +44,7 @@ def llama(
 ) -> ConfigDict:
     """Return a model with Llama 2's shape and vocabulary size, and data in its tokens.
 
-    `paxtrain.prepare --tokenizer=tokenizer.json --end_of_text='</s>'` makes such data; files of Megatron's tools load
+    `paxtrain.prepare --tokenizer=tokenizer.json` with the model's file makes such data; files of Megatron's tools load
     unchanged.
     """
     model = {

@@ -144,9 +144,10 @@ def read_json(path: str | pathlib.Path, kind: str, instead: str, parse: Callable
         UserError: the file cannot be read, or its values make no sense.
     """
     try:
-        values = json.loads(pathlib.Path(path).read_text())
+        values = json.loads(pathlib.Path(path).read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
-        raise UserError(f"cannot read the {kind} {path} ({error}); {instead}") from error
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise UserError(f"cannot read the {kind} {path} ({reason}); {instead}") from error
     try:
         return parse(values)
     except UserError as error:

@@ -1,11 +1,12 @@
-"""Turn text into token files: DIR/train.{bin,idx,sha256}, DIR/validation.{bin,idx,sha256} and DIR/tokenizer.json.
+"""Turn text into token files: train.{bin,idx,sha256}, validation.{bin,idx,sha256} and the tokenizer, in a folder.
 
     python -m paxtrain.prepare --out=runs/data                                # Python's standard library, as bytes
     python -m paxtrain.prepare --input=books/,web.jsonl --out=runs/books --tokenizer=bpe --vocab_size=8192
     python -m paxtrain.prepare --input=code/ --out=runs/code --tokenizer=runs/books/tokenizer.json      # to mix both
     python -m paxtrain.prepare --out=runs/data --verify                       # are the files still what was written?
 
-A document is one file, or one line of a .jsonl file; every document ends with `<|endoftext|>`, or --end_of_text.
+A document is one file, or a text of a file that holds JSON lines, an array of objects or one object. Every document
+ends with `<|endoftext|>`, or --end_of_text.
 """
 
 import os
@@ -24,7 +25,7 @@ HINT = "name text files with --input="
 
 def define_flags() -> None:
     """Define this main's flags."""
-    flags.DEFINE_list("input", ["stdlib"], "Text and .jsonl files, folders or globs; stdlib: Python's own library.")
+    flags.DEFINE_list("input", ["stdlib"], "Files of text or JSON, folders or globs; stdlib: Python's own library.")
     flags.DEFINE_string("out", "runs/data", "Directory for train.{bin,idx}, validation.{bin,idx} and tokenizer.json.")
     define(PrepareOptions)
     flags.DEFINE_bool("verify", False, "Prepare nothing; compare the token files in --out with their checksums.")
@@ -50,7 +51,16 @@ def main(argv: Sequence[str]) -> None:
         _verify(f.out)
         return
     prepared = prepare(f.input, f.out, given(PrepareOptions))
+    corpus = prepared.corpus
+    left_out = f", without {corpus.empty:,} empty ones" if corpus.empty else ""
+    print(f"input: {corpus.documents:,} documents{left_out}, {corpus.bytes:,} bytes of {len(corpus.files):,} files")
+    print(f"the first document: {corpus.first!r}")
     print(f"vocabulary: {prepared.vocab_size} ids, {prepared.tokenizer}")
+    print(f"documents begin with {prepared.begin or 'their text'} and end with {prepared.end}")
+    if prepared.special:
+        found = ", ".join(f"{count:,} {token}" for token, count in prepared.special.items())
+        how = "as their ids" if f.special_tokens else "as text; --special_tokens takes them as their ids"
+        print(f"special tokens in the text, {how}: {found}")
     for name, prefix, count, tokens in zip(
         ("training", "validation"), prepared.prefixes, prepared.documents, prepared.tokens, strict=True
     ):

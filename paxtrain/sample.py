@@ -17,7 +17,7 @@ def define_flags() -> None:
     flags.DEFINE_string("checkpoint", None, "Directory of a training run (its run.out).", required=True)
     flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest good one if not given.")
     flags.DEFINE_string("prompt", "\n", "Text to continue.")
-    flags.DEFINE_integer("tokens", 200, "Tokens to draw.", lower_bound=1)
+    flags.DEFINE_integer("tokens", 200, "Most tokens to draw; the end of the text ends them.", lower_bound=1)
     flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token each time.", lower_bound=0.0)
     flags.DEFINE_integer("top_k", 0, "Draw from that many likeliest tokens; 0: from all.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Seed of the draws.", lower_bound=0, upper_bound=2**63 - 1)

@@ -162,7 +162,7 @@ def make_tokens(folder):
 
 def make_tokenizer(folder):
     tokenizer.bytes_tokenizer().save(str(folder / tokenizer.FILE))
-    return lambda: tokenizer.kept_tokenizer(str(folder / tokenizer.FILE)).encode("a text")
+    return lambda: tokenizer.load(folder / tokenizer.FILE).encode("a text")
 
 
 def make_safetensors(folder):

@@ -1,7 +1,7 @@
 """Training data: corpora of text, tokenizers, token files made from them, data sets and mixtures of those.
 
 corpus.py preparation.py             text; token files made from it
-tokenizer.py                         tokenizers
+tokenizer.py settings.py             tokenizers; what begins and ends documents
 token_files.py                       token files, and the stream of samples read from them
 checksums.py                         checksums of token files
 mixture.py datasets.py               weighted mixtures; the data sets of a run

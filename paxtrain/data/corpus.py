@@ -1,5 +1,6 @@
-"""Documents read from text and .jsonl files, and the choice of those that are held out."""
+"""Documents read from files of text and of JSON, and the choice of those that are held out."""
 
+import codecs
 import dataclasses
 import glob
 import json
@@ -17,6 +18,9 @@ from paxtrain.errors import UserError
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 # Sequence sizes are int32 in the format, and a token is at least a byte.
 _LARGEST_DOCUMENT = 2**31 - 2
+_SHOWN = 60  # characters of the first document that are shown
+# Names of files that hold JSON lines; others hold what their content says.
+_LINES = (".jsonl", ".jsonlines", ".ndjson")
 # Folders of the whole machine and of the kernel: no corpus, and some files there have no end.
 _NO_CORPUS = ("/", "/dev", "/proc", "/sys")
 
@@ -75,21 +79,25 @@ def _hidden(path: Path) -> bool:
 
 def _decode(raw: bytes, path: str, offset: int) -> str:
     try:
-        return raw.decode("utf-8")
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset + error.start} "
             f"({error.reason}); convert the file or leave it out of --input"
         ) from error
+    return text if offset else text.removeprefix("\ufeff")
 
 
-def _json_text(line: str, where: str, key: str) -> str:
+def _json(text: str, where: str) -> object:
     try:
-        record = json.loads(line)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
         raise UserError(f"{where} is JSON that cannot be read: {error}") from error
+
+
+def _record_text(record: object, where: str, key: str) -> str:
     if not isinstance(record, dict) or key not in record:
         found = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
         raise UserError(f"{where} has no key {key!r} but {found}; name the key of the text with --json_key")
@@ -103,36 +111,78 @@ def _json_text(line: str, where: str, key: str) -> str:
     return text
 
 
-def _file_documents(path: str, json_key: str) -> Iterator[str]:
+def _has_lines(path: str, key: str) -> bool:
+    """Return whether a file holds JSON lines: its name says so, or its first lines are objects.
+
+    A single line must have the key, since files of other programs are a line of JSON, too.
+    """
+    if path.lower().endswith(_LINES):
+        return True
+    found: list[dict[str, object]] = []
     with open(path, "rb") as file:
-        if not path.endswith(".jsonl"):
-            yield _decode(file.read(), path, 0)
+        for line in file:
+            start = line.removeprefix(codecs.BOM_UTF8).strip()
+            if not start:
+                continue
+            try:
+                record = json.loads(start) if start.startswith(b"{") else None
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                break
+            found.append(record)
+            if key in record or len(found) == 2:
+                return True
+    return False
+
+
+def _whole(text: str, path: str, key: str) -> Iterator[str]:
+    """Yield the texts of a file that is one object or an array of objects with the key; otherwise its whole text."""
+    try:
+        value = json.loads(text) if text.lstrip()[:1] in ("[", "{") else None
+    except (ValueError, RecursionError):
+        value = None
+    records = value if isinstance(value, list) else [value]
+    if not records or not isinstance(records[0], dict) or key not in records[0]:
+        yield text
+        return
+    for number, record in enumerate(records, 1):
+        yield _record_text(record, f"{path}, object {number},", key)
+
+
+def _file_documents(path: str, json_key: str) -> Iterator[str]:
+    lines = _has_lines(path, json_key)
+    if not lines and os.path.getsize(path) > _LARGEST_DOCUMENT:
+        raise UserError(f"{path} is larger than {_LARGEST_DOCUMENT} bytes, too large for one document; split it")
+    with open(path, "rb") as file:
+        if not lines:
+            yield from _whole(_decode(file.read(), path, 0), path, json_key)
             return
         offset = 0
         for number, line in enumerate(file, 1):
             text = _decode(line, path, offset)
             offset += len(line)
             if text.strip():
-                yield _json_text(text, f"{path}, line {number},", json_key)
+                where = f"{path}, line {number},"
+                yield _record_text(_json(text, where), where, json_key)
 
 
 def documents(files: Sequence[str], json_key: str = "text") -> Iterator[str]:
-    """Yield the documents of all files in order, without empty ones.
+    """Yield the documents of all files in order, also empty ones.
+
+    The content of a file decides: JSON lines, an array of objects or one object give a document for each object, and
+    any other file is one document. A byte order mark in front is no part of the text.
 
     Args:
-        files: paths of text files, each of which is one document, and .jsonl files with one document a line.
-        json_key: key of the text in the objects of .jsonl files.
+        files: paths of the files.
+        json_key: key of the text in the objects of JSON.
 
     Raises:
-        UserError: a file cannot be read, is not UTF-8, or a .jsonl line holds no object with a text under `json_key`.
+        UserError: a file cannot be read, is not UTF-8, or an object of it holds no text under `json_key`.
     """
     for path in files:
         try:
-            if os.path.getsize(path) > _LARGEST_DOCUMENT and not path.endswith(".jsonl"):
-                raise UserError(
-                    f"{path} is larger than {_LARGEST_DOCUMENT} bytes, too large for one document; split it"
-                )
-            yield from filter(None, _file_documents(path, json_key))
+            yield from _file_documents(path, json_key)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
 
@@ -143,10 +193,14 @@ class Corpus:
 
     Attributes:
         files: paths of the files, see `documents`.
-        json_key: key of the text in the objects of .jsonl files.
+        json_key: key of the text in the objects of JSON.
         held_out: indices of the documents that are held out.
         cut: character from which a single document is held out; 0 if there are several documents.
         characters: number of characters of all documents.
+        documents: number of documents, without empty ones.
+        empty: number of empty documents, which are left out.
+        bytes: number of bytes of all documents.
+        first: beginning of the first document.
     """
 
     files: Sequence[str]
@@ -154,10 +208,14 @@ class Corpus:
     held_out: frozenset[int]
     cut: int
     characters: int
+    documents: int
+    empty: int
+    bytes: int
+    first: str
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
         """Yield (text, held out) for each document."""
-        for index, text in enumerate(documents(self.files, self.json_key)):
+        for index, text in enumerate(filter(None, documents(self.files, self.json_key))):
             if self.cut:
                 yield text[: self.cut], False
                 yield text[self.cut :], True
@@ -176,19 +234,29 @@ def split(files: Sequence[str], json_key: str, fraction: float, seed: int) -> Co
 
     Args:
         files: paths of the files, see `documents`.
-        json_key: key of the text in the objects of .jsonl files.
+        json_key: key of the text in the objects of JSON.
         fraction: share that is held out, between 0 and 1: of the documents, or of the text of a single document.
         seed: seed of the choice.
 
     Raises:
         UserError: the input is unusable (see `documents`), or has fewer than two characters.
     """
-    lengths = [len(text) for text in tqdm(documents(files, json_key), "reading", unit=" documents", disable=None)]
+    lengths, empty, size, first = [], 0, 0, ""
+    for text in tqdm(documents(files, json_key), "reading", unit=" documents", disable=None):
+        if not text:
+            empty += 1
+            continue
+        first = first or text[:_SHOWN]
+        lengths.append(len(text))
+        size += len(text) if text.isascii() else len(text.encode("utf-8"))
     count, characters = len(lengths), sum(lengths)
     if characters < 2:
         raise UserError(f"--input has {characters} characters of text; training and validation need at least one each")
     share = round((characters if count == 1 else count) * fraction)
+    cut, held_out = 0, frozenset[int]()
     if count == 1:
-        return Corpus(files, json_key, frozenset(), characters - min(max(share, 1), characters - 1), characters)
-    chosen = np.random.default_rng(seed).choice(count, min(max(share, 1), count - 1), replace=False)
-    return Corpus(files, json_key, frozenset(chosen.tolist()), 0, characters)
+        cut = characters - min(max(share, 1), characters - 1)
+    else:
+        chosen = np.random.default_rng(seed).choice(count, min(max(share, 1), count - 1), replace=False)
+        held_out = frozenset(chosen.tolist())
+    return Corpus(files, json_key, held_out, cut, characters, count, empty, size, first)

@@ -9,10 +9,11 @@ import numpy as np
 
 from paxtrain import tables
 from paxtrain.config import Config
-from paxtrain.data import token_files
+from paxtrain.data import settings, token_files
 from paxtrain.data.mixture import Mixture
 from paxtrain.data.token_files import TokenFile
 from paxtrain.data.tokenizer import FILE as TOKENIZER
+from paxtrain.data.tokenizer import alike
 from paxtrain.errors import UserError
 
 
@@ -21,14 +22,19 @@ def _require_one_tokenizer(files: Iterable[TokenFile]) -> None:
     folders = dict.fromkeys(pathlib.Path(file.prefix).parent for file in files)
     found = [path for path in (folder / TOKENIZER for folder in folders) if path.exists()]
     for path in found[1:]:
-        try:
-            equal = path.read_bytes() == found[0].read_bytes()
-        except OSError as error:
-            raise UserError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
-        if not equal:
+        if not alike(found[0], path):
             raise UserError(
                 f"{found[0]} and {path} are different tokenizers, so the ids of one data set mean something else in "
                 "the other; prepare all of them with the same one"
+            )
+    known = [(path, settings.marks(values)) for path in found if (values := settings.read(path.parent))]
+    for path, marks in known[1:]:
+        if marks != known[0][1]:
+            (begin, end), (other_begin, other_end) = known[0][1], marks
+            raise UserError(
+                f"documents beside {known[0][0]} begin with {begin or 'their text'} and end with {end}, beside {path} "
+                f"with {other_begin or 'their text'} and {other_end}; prepare all with the same --begin_of_text and "
+                "--end_of_text"
             )
 
 
@@ -67,6 +73,12 @@ class DataSets:
         """Path of the sets' tokenizer.json, or of where it would lie if no training set has one."""
         paths = [pathlib.Path(file.prefix).with_name(TOKENIZER) for file in self.train.values()]
         return next((path for path in paths if path.exists()), paths[0])
+
+    @property
+    def settings(self) -> list[settings.TokenizerSettings]:
+        """The settings of the training sets' tokenizers, without sets that have none."""
+        folders = dict.fromkeys(pathlib.Path(file.prefix).parent for file in self.train.values())
+        return [found for folder in folders if (found := settings.read(folder))]
 
     def training(self, rows: Sequence[int], start_sample: int = 0, seed: int | None = None) -> Iterator[np.ndarray]:
         """Yield this process's rows of the global training batches without end, int32 [len(rows), sequence + 1].

@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +14,7 @@ from tqdm import tqdm
 
 from paxtrain import files
 from paxtrain.config.model import MOST_VOCABULARY
-from paxtrain.data import checksums
+from paxtrain.data import checksums, settings
 from paxtrain.data import corpus as corpora
 from paxtrain.data.corpus import Corpus
 from paxtrain.data.token_files import TokenWriter
@@ -20,12 +22,14 @@ from paxtrain.data.tokenizer import (
     END_OF_TEXT,
     FILE,
     SMALLEST_BPE_VOCABULARY,
+    around,
     bytes_tokenizer,
     cuts,
     encoded,
     gpt2_tokenizer,
-    kept_tokenizer,
+    load,
     pieces,
+    put_in_front,
     train_bpe,
     vocabulary_size,
 )
@@ -43,11 +47,16 @@ class PrepareOptions:
     Attributes:
         tokenizer: one of bytes, bpe (trained on the training documents), gpt2 (from --vocab and --merges), or the path
             of another data set's or a model's tokenizer.json.
-        end_of_text: token after each document; only a tokenizer.json allows another than the default.
+        end_of_text: token after each document; if not given, the eos_token of the tokenizer_config.json beside a
+            tokenizer.json, and otherwise <|endoftext|>, which is the only one of the other tokenizers.
+        begin_of_text: token before each document, '' for none; if not given, the one that the tokenizer itself puts in
+            front of a text, such as Llama's <s>, and none otherwise.
+        special_tokens: encode special tokens that the text spells, such as <|im_start|>, as their ids, as transformers
+            does; otherwise they are text like any other, so that no document can forge one.
         vocab_size: largest vocabulary of bpe; 8192 if not given.
         vocab: path of GPT-2's vocab.json.
         merges: path of GPT-2's merges.txt.
-        json_key: key of the text in the objects of .jsonl files.
+        json_key: key of the text in the objects of files that hold JSON.
         validation_fraction: share of the documents that is held out for validation, at least one; a single document
             gives its end.
         seed: seed of the choice of held-out documents.
@@ -57,7 +66,9 @@ class PrepareOptions:
     """
 
     tokenizer: str = "bytes"
-    end_of_text: str = END_OF_TEXT
+    end_of_text: str | None = None
+    begin_of_text: str | None = None
+    special_tokens: bool = False
     vocab_size: int | None = None
     vocab: str | None = None
     merges: str | None = None
@@ -71,7 +82,7 @@ class PrepareOptions:
                 f"--tokenizer={self.tokenizer} must be one of {', '.join(TOKENIZERS)}, "
                 f"or the {FILE} of a data set or model"
             )
-        if self.tokenizer in TOKENIZERS and self.end_of_text != END_OF_TEXT:
+        if self.tokenizer in TOKENIZERS and self.end_of_text not in (None, END_OF_TEXT):
             raise UserError(
                 f"--end_of_text={self.end_of_text} goes with a {FILE} only, got --tokenizer={self.tokenizer}, whose "
                 f"documents end with {END_OF_TEXT}"
@@ -115,6 +126,10 @@ class PreparedData:
         tokens: numbers of tokens.
         vocab_size: number of the tokenizer's ids.
         tokenizer: path of tokenizer.json.
+        begin: token with which documents begin; None: they begin with their text.
+        end: token with which they end.
+        corpus: what was read.
+        special: number of each special token that the text spells.
     """
 
     prefixes: tuple[str, str]
@@ -122,6 +137,10 @@ class PreparedData:
     tokens: tuple[int, int]
     vocab_size: int
     tokenizer: str
+    begin: str | None
+    end: str
+    corpus: Corpus
+    special: dict[str, int]
 
 
 class _Piece(NamedTuple):
@@ -129,6 +148,7 @@ class _Piece(NamedTuple):
 
     text: str
     held_out: bool
+    begins_document: bool
     ends_document: bool
 
 
@@ -139,8 +159,9 @@ def _batches(corpus: Corpus, cut: bool) -> Iterator[list[_Piece]]:
     for text, held_out in corpus:
         remaining = len(text)
         for piece in pieces(text) if cut else [text]:
+            begins = remaining == len(text)
             remaining -= len(piece)
-            batch.append(_Piece(piece, held_out, remaining == 0))
+            batch.append(_Piece(piece, held_out, begins, remaining == 0))
             characters += len(piece)
             if characters >= _BATCH_CHARACTERS:
                 yield batch
@@ -149,18 +170,25 @@ def _batches(corpus: Corpus, cut: bool) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _encode(corpus: Corpus, tokenizer: Tokenizer, end: int, training: TokenWriter, validation: TokenWriter) -> None:
-    """Write the ids of all documents, each followed by the id `end`."""
+def _encode(
+    corpus: Corpus, tokenizer: Tokenizer, begin: Sequence[int], end: int, writers: tuple[TokenWriter, TokenWriter]
+) -> dict[str, int]:
+    """Write the ids of all documents between the ids `begin` and `end`, and count the special tokens in the text."""
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    spelled = re.compile("|".join(map(re.escape, sorted(filter(None, special), key=len, reverse=True))) or "(?!)")
+    found: Counter[str] = Counter()
     with tqdm(desc="encoding", total=corpus.characters, unit=" chars", unit_scale=True, disable=None) as progress:
         for batch in _batches(corpus, cuts(tokenizer)):
             encodings = encoded(tokenizer, [piece.text for piece in batch], "the tokenizer cannot encode the text")
             for piece, encoding in zip(batch, encodings, strict=True):
-                writer = validation if piece.held_out else training
-                writer.extend(encoding.ids)
+                writer = writers[piece.held_out]
+                writer.extend([*begin, *encoding.ids] if piece.begins_document else encoding.ids)
                 if piece.ends_document:
                     writer.extend([end])
                     writer.end_document()
+                found.update(spelled.findall(piece.text))
                 progress.update(len(piece.text))
+    return dict(found)
 
 
 def _publish(staging: Path, out: Path) -> None:
@@ -169,7 +197,7 @@ def _publish(staging: Path, out: Path) -> None:
     for name in ("train.idx", "validation.idx"):
         (out / name).unlink(missing_ok=True)
     sums = [checksums.sidecar(name) for name in ("train", "validation")]
-    for name in (FILE, *sums, "validation.bin", "train.bin", "validation.idx", "train.idx"):
+    for name in (FILE, settings.FILE, *sums, "validation.bin", "train.bin", "validation.idx", "train.idx"):
         os.replace(staging / name, out / name)
     files.sync_folder(out)
 
@@ -181,7 +209,36 @@ def _given_tokenizer(options: PrepareOptions) -> Tokenizer | None:
     if options.tokenizer == "gpt2":
         assert options.vocab and options.merges  # the options require both
         return gpt2_tokenizer(options.vocab, options.merges)
-    return None if options.tokenizer == "bpe" else kept_tokenizer(options.tokenizer, options.end_of_text)
+    return None if options.tokenizer == "bpe" else load(options.tokenizer)
+
+
+def _marks(tokenizer: Tokenizer, options: PrepareOptions, known: settings.TokenizerSettings) -> tuple[str | None, str]:
+    """Return the tokens that begin documents (None: none) and end them.
+
+    Raises:
+        UserError: the tokenizer does not have them.
+    """
+    front, _ = around(tokenizer)
+    begin, end = options.begin_of_text, options.end_of_text
+    if begin is None and front:
+        begin = tokenizer.id_to_token(front[0]) if len(front) == 1 else None
+        if begin is None:
+            raise UserError(
+                f"{options.tokenizer} puts the ids {front} in front of a text; name the token that begins documents by "
+                "--begin_of_text, or --begin_of_text='' for none"
+            )
+    if end is None:
+        end = settings.token(known, "eos_token") or END_OF_TEXT
+    for flag, token, example in (("end_of_text", end, "</s>"), ("begin_of_text", begin, "<s>")):
+        if token and tokenizer.token_to_id(token) is None:
+            does = flag.partition("_")[0]
+            raise UserError(
+                f"{options.tokenizer} has no token {token}; name the one that {does}s its documents, such as "
+                f"--{flag}='{example}'"
+            )
+    if not end:
+        raise UserError("--end_of_text must name a token, since documents lie one after the other, got ''")
+    return begin or None, end
 
 
 def prepare(inputs: Sequence[str], out: str | os.PathLike[str], options: PrepareOptions = DEFAULTS) -> PreparedData:
@@ -189,8 +246,8 @@ def prepare(inputs: Sequence[str], out: str | os.PathLike[str], options: Prepare
 
     Args:
         inputs: files, folders, globs or "stdlib", see `corpus.input_files`.
-        out: folder for train.{bin,idx,sha256}, validation.{bin,idx,sha256} and tokenizer.json.
-        options: the tokenizer, the key of the text, and the share that is held out.
+        out: folder for train.{bin,idx,sha256}, validation.{bin,idx,sha256}, tokenizer.json and tokenizer_config.json.
+        options: the tokenizer, what begins and ends documents, the key of the text, and the share that is held out.
 
     Raises:
         UserError: the input is unusable (see `corpus.documents`), a file that the options name cannot be used, or `out`
@@ -203,15 +260,24 @@ def prepare(inputs: Sequence[str], out: str | os.PathLike[str], options: Prepare
         with tempfile.TemporaryDirectory(prefix=".prepare-", dir=folder) as name:
             staging = Path(name)
             tokenizer = _given_tokenizer(options)
+            known = settings.read(Path(options.tokenizer).parent) if options.tokenizer not in TOKENIZERS else {}
+            marks = None if tokenizer is None else _marks(tokenizer, options, known)
             corpus = corpora.split(texts, options.json_key, options.validation_fraction, options.seed)
             if tokenizer is None:
                 tokenizer = train_bpe(corpus.training(), options.vocab_size or DEFAULT_BPE_VOCABULARY)
+            begin, end = marks or _marks(tokenizer, options, known)
+            put_in_front(tokenizer, begin)
+            tokenizer.encode_special_tokens = not options.special_tokens  # the file does not store this setting
             size = vocabulary_size(tokenizer)
+            ids = tokenizer.get_vocab()
             with TokenWriter(staging / "train", size) as train, TokenWriter(staging / "validation", size) as validation:
-                _encode(corpus, tokenizer, tokenizer.get_vocab()[options.end_of_text], train, validation)
+                first = [] if begin is None else [ids[begin]]
+                special = _encode(corpus, tokenizer, first, ids[end], (train, validation))
             for part, writer in (("train", train), ("validation", validation)):
                 Path(checksums.sidecar(str(staging / part))).write_text(checksums.text(writer.sums))
             (staging / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
+            values = settings.of_data(known, begin, end, options.special_tokens)
+            (staging / settings.FILE).write_text(settings.text(values))
             _publish(staging, folder)
     return PreparedData(
         prefixes=(str(folder / "train"), str(folder / "validation")),
@@ -219,4 +285,8 @@ def prepare(inputs: Sequence[str], out: str | os.PathLike[str], options: Prepare
         tokens=(train.tokens, validation.tokens),
         vocab_size=size,
         tokenizer=str(folder / FILE),
+        begin=begin,
+        end=end,
+        corpus=corpus,
+        special=special,
     )

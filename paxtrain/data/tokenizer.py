@@ -1,17 +1,18 @@
 """The tokenizers of paxtrain.prepare: byte-level BPEs of the `tokenizers` library, and those of a tokenizer.json.
 
 The byte-level BPEs have the token `<|endoftext|>`. They do not normalize, so decoding returns the encoded text.
-A text that happens to contain `<|endoftext|>` is encoded like any other text.
 """
 
 import contextlib
+import json
 import os
+import pathlib
 import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from paxtrain.errors import UserError
 
@@ -23,6 +24,8 @@ SMALLEST_BPE_VOCABULARY = BYTES + 1
 # GPT-2's pattern never joins a character with a space or newline after it, so encoding each side alone gives the same.
 _BOUNDARY = re.compile(r"\S(?=[ \n])")
 _PIECE_CHARACTERS = 2**16
+# Training scans a word once for each merge in it, so words are cut after this many bytes; tokens are far shorter.
+_LONGEST_WORD = 256
 # Processor seconds that an encoding may take, and those it may take more for each character. The library needs 1e-6.
 _LIMIT, _LIMIT_PER_CHARACTER = 3.0, 2e-5
 
@@ -62,8 +65,8 @@ def errors_of_library(message: str) -> Iterator[None]:
         raise UserError(f"{message}: {' '.join(str(error).split())}") from error
 
 
-def encoded(tokenizer: Tokenizer, texts: Sequence[str], message: str, special: bool = False) -> list[Encoding]:
-    """Return the encodings of texts, and bound the processor time that they take.
+def encoded(tokenizer: Tokenizer, texts: Sequence[str], message: str) -> list[Encoding]:
+    """Return the encodings of texts, with nothing in front and behind, and bound the processor time that they take.
 
     A regular expression may stay just below the library's limit of steps at every character. An encoding cannot be
     interrupted, so it runs in a thread that the process does not wait for when it ends.
@@ -72,7 +75,6 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], message: str, special: b
         tokenizer: the tokenizer.
         texts: the texts.
         message: what cannot be done if it fails.
-        special: whether the tokenizer adds special tokens.
 
     Raises:
         UserError: the library cannot encode them, or takes too long.
@@ -82,7 +84,7 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], message: str, special: b
 
     def encode() -> None:
         try:
-            found.append(tokenizer.encode_batch_fast(list(texts), add_special_tokens=special))
+            found.append(tokenizer.encode_batch_fast(list(texts), add_special_tokens=False))
         except BaseException as error:  # panics are no Exceptions
             errors.append(error)
 
@@ -141,31 +143,45 @@ def gpt2_tokenizer(vocab: str, merges: str) -> Tokenizer:
 
 
 def load(path: str | os.PathLike[str]) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json.
+    """Return the tokenizer of a tokenizer.json, without the truncation and the padding that a model's may have.
 
     Raises:
         UserError: the file is no tokenizer.
     """
     with errors_of_library(f"{path} is not a valid {FILE}"):
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return tokenizer
 
 
-def kept_tokenizer(path: str, end_of_text: str = END_OF_TEXT) -> Tokenizer:
-    """Return the tokenizer of an existing data set or model, from its tokenizer.json.
+def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer puts in front of a text and behind it, such as Llama's `<s>` in front.
 
     Raises:
-        UserError: the file is no tokenizer, or lacks the token `end_of_text`.
+        UserError: the library cannot tell.
     """
-    tokenizer = load(path)
-    if tokenizer.token_to_id(end_of_text) is None:
-        raise UserError(
-            f"{path} has no token {end_of_text}; name the one that ends its documents, such as --end_of_text='</s>'"
-        )
-    tokenizer.encode_special_tokens = True  # the file does not store this setting
-    # A model's file may have truncation and padding for prompts; documents need neither.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    with errors_of_library(f"the {FILE} puts no tokens around a text that make sense"):
+        made = tokenizer.post_process(Tokenizer(models.WordLevel({"x": 0}, "x")).encode("x"))
+        text = made.special_tokens_mask.index(0)
+    return made.ids[:text], made.ids[text + 1 :]
+
+
+def put_in_front(tokenizer: Tokenizer, token: str | None) -> None:
+    """Make a tokenizer put a token in front of each text, and nothing else; None: nothing at all.
+
+    Raises:
+        UserError: the library takes no such token.
+    """
+    number = None if token is None else tokenizer.token_to_id(token)
+    if around(tokenizer) == ([] if number is None else [number], []):
+        return
+    with errors_of_library(f"the tokenizer cannot put {token} in front of a text"):
+        tokenizer.post_processor = None
+        if token is not None:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=[token, "$A"], pair=[token, "$A", token, "$B"], special_tokens=[(token, number)]
+            )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -174,6 +190,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     `vocab_size` must be SMALLEST_BPE_VOCABULARY or more, since the bytes and `<|endoftext|>` need that many ids.
     """
     tokenizer = _byte_level(models.BPE(), split_words=True)
+    words = tokenizer.pre_tokenizer
+    parts = pre_tokenizers.Split(Regex(f".{{{_LONGEST_WORD}}}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, parts])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -182,12 +201,24 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    tokenizer.pre_tokenizer = words
     return tokenizer
 
 
 def alike(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    """Return whether ids have the same meaning in two tokenizer.json files."""
-    return load(one).get_vocab() == load(other).get_vocab()
+    """Return whether two tokenizer.json files give all texts the same ids, apart from what they put around them.
+
+    Raises:
+        UserError: a file is no tokenizer, or cannot be read.
+    """
+    try:
+        if pathlib.Path(one).read_bytes() == pathlib.Path(other).read_bytes():
+            return True
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
+    # The library writes the spellings of all its versions in one way.
+    values = [json.loads(load(path).to_str()) for path in (one, other)]
+    return all(values[0][part] == values[1][part] for part in ("model", "added_tokens", "normalizer", "pre_tokenizer"))
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
@@ -196,12 +227,17 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def cuts(tokenizer: Tokenizer) -> bool:
-    """Return whether the `pieces` of a text encode to the ids of the whole; only GPT-2's word pattern ensures it."""
+    """Return whether the `pieces` of a text encode to the ids of the whole; only GPT-2's word pattern ensures it.
+
+    An added token that reaches across a cut, or takes the spaces behind it, would be lost.
+    """
     words = tokenizer.pre_tokenizer
     plain = isinstance(words, pre_tokenizers.ByteLevel) and not words.add_prefix_space
     # Without words a token may reach across a cut, unless all tokens are one byte.
     alone = plain and (words.use_regex or vocabulary_size(tokenizer) <= SMALLEST_BPE_VOCABULARY)
-    return alone and tokenizer.normalizer is None
+    added = tokenizer.get_added_tokens_decoder().values()
+    across = any(token.rstrip or _BOUNDARY.search(token.content) for token in added)
+    return alone and not across and tokenizer.normalizer is None
 
 
 def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:

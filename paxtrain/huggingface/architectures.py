@@ -149,22 +149,16 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
 # --- Configuration ----------------------------------------------------------------------------------------------------
 
 
-def to_config(
-    config: ModelConfig, dtype: str, *, begin: int | None = None, end: int | None = None
-) -> dict[str, object]:
-    """Return the config.json of an architecture.
+def to_config(config: ModelConfig, dtype: str) -> dict[str, object]:
+    """Return the config.json of an architecture, without the ids of tokens that begin and end documents.
 
     Args:
         config: architecture.
         dtype: dtype of the saved arrays.
-        begin: id of the token that begins a document; None: there is none.
-        end: id of the token that ends a document; None: there is none.
     """
     common = {
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied_head,
-        "bos_token_id": begin,
-        "eos_token_id": end,
         "torch_dtype": dtype,
         "use_cache": True,
     }

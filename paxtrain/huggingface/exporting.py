@@ -1,21 +1,20 @@
 """Export: a checkpoint of a run, written as a model of transformers."""
 
 import pathlib
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.flax
 from huggingface_hub import split_state_dict_into_shards_factory
-from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from paxtrain import files
+from paxtrain.data import settings
 from paxtrain.data.tokenizer import END_OF_TEXT
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
-from paxtrain.huggingface.files import CONFIG, INDEX, ONE_FILE, SETTINGS, read_json, write_json
+from paxtrain.huggingface.files import CONFIG, INDEX, ONE_FILE, write_json
 from paxtrain.run import checkpoint, checkpoint_reading, sampling
 
 DTYPES = ("float32", "bfloat16")
@@ -40,23 +39,6 @@ def _save(arrays: dict[str, np.ndarray], folder: pathlib.Path, dtype: str) -> No
         write_json(folder / INDEX, index)
 
 
-def _special(settings: Mapping[str, object], name: str, tokenizer: Tokenizer, vocabulary: int) -> int | None:
-    """Return the id of the token that settings name, as text or as an object with its content, if the model has it."""
-    token = settings.get(name)
-    text = token.get("content") if isinstance(token, dict) else token
-    number = tokenizer.token_to_id(text) if isinstance(text, str) else None
-    return number if number is not None and number < vocabulary else None
-
-
-def _settings(run: pathlib.Path, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return a run's tokenizer_config.json: an imported model's, or one that fits the tokenizers of prepared data."""
-    if (run / SETTINGS).exists():
-        return read_json(run / SETTINGS)
-    known = tokenizer.token_to_id(END_OF_TEXT) is not None
-    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT) if known else {}
-    return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
-
-
 def export(
     directory: str | pathlib.Path, out: str | pathlib.Path, *, step: int | None = None, dtype: str = "float32"
 ) -> None:
@@ -78,9 +60,20 @@ def export(
     checkpoint.ensure_writable(folder)
     params, config, tokenizer = sampling.load(directory, step)
     _save(architectures.weights(jax.device_get(params), config.model), folder, dtype)
-    settings = _settings(pathlib.Path(directory), tokenizer) | {"model_max_length": config.model.sequence}
-    begin, end = (_special(settings, name, tokenizer, config.model.vocab_size) for name in ("bos_token", "eos_token"))
-    tokenizer.save(str(folder / sampling.TOKENIZER))
-    write_json(folder / SETTINGS, settings)
+    run, vocabulary = pathlib.Path(directory), config.model.vocab_size
+    ends = settings.ends(run, tokenizer, vocabulary)
+    # Data that others prepared has no settings.
+    found = settings.read(run) or (settings.of_data({}, None, END_OF_TEXT, True) if ends else dict(settings.CLASS))
+    begin = tokenizer.token_to_id(settings.token(found, "bos_token") or "")
+    tokens: dict[str, object] = {
+        "bos_token_id": begin if begin is not None and begin < vocabulary else None,
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+    }
+    files.write(folder / sampling.TOKENIZER, (run / sampling.TOKENIZER).read_bytes())
+    # Chat templates spell special tokens, which are then ids, whatever the run's text was.
+    kept = {name: value for name, value in found.items() if name != "split_special_tokens"}
+    write_json(folder / settings.FILE, kept | {"model_max_length": config.model.sequence})
+    if (run / settings.GENERATION).exists():
+        write_json(folder / settings.GENERATION, settings.read_object(run / settings.GENERATION) | tokens)
     # Written last, so that a folder with this file is complete.
-    write_json(folder / CONFIG, architectures.to_config(config.model, dtype, begin=begin, end=end))
+    write_json(folder / CONFIG, architectures.to_config(config.model, dtype) | tokens)

@@ -1,4 +1,4 @@
-"""The files of a model in Hugging Face's layout: config.json, tokenizer_config.json, *.safetensors and their index."""
+"""The files of a model in Hugging Face's layout: config.json, *.safetensors and their index."""
 
 import json
 import pathlib
@@ -10,11 +10,11 @@ import numpy as np
 import safetensors
 
 from paxtrain import files
+from paxtrain.data.settings import read_object
 from paxtrain.errors import UserError
 
 CONFIG, ONE_FILE = "config.json", "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
-SETTINGS = "tokenizer_config.json"  # beside tokenizer.json; an import keeps it for an export
 # Arrays besides the weights in old files: masks, and angles that follow from rope_theta.
 _NO_WEIGHTS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
@@ -25,24 +25,12 @@ def write_json(path: pathlib.Path, values: Mapping[str, object]) -> None:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Return the object that a file holds as JSON.
+    """Return the object that a file of a model holds as JSON.
 
     Raises:
         UserError: the file cannot be read, or holds something else.
     """
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"there is no {path}; --model names a folder with {CONFIG} and *.safetensors") from error
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}); --model names a folder with {CONFIG} and *.safetensors"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON that can be read: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold an object, got {type(values).__name__}")
-    return values
+    return read_object(path, f"--model names a folder with {CONFIG} and *.safetensors")
 
 
 class ModelArrays:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from paxtrain import files
 from paxtrain.config import Config, to_dict
+from paxtrain.data import settings
 from paxtrain.data.tokenizer import load
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
-from paxtrain.huggingface.files import CONFIG, SETTINGS, ModelArrays, read_json, write_json
+from paxtrain.huggingface.files import CONFIG, ModelArrays, read_json, write_json
 from paxtrain.run import checkpoint, checkpoint_reading, sampling
 
 
@@ -30,16 +31,27 @@ def _check_architecture(config: Config, fields: Mapping[str, Any], folder: pathl
         )
 
 
-def _imported_settings(folder: pathlib.Path, values: Mapping[str, object]) -> dict[str, object]:
-    """Return a model's tokenizer_config.json, with the tokens that its config.json gives only by id."""
-    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
-    tokenizer = load(folder / sampling.TOKENIZER)
-    for name in ("bos_token", "eos_token"):
-        number = values.get(f"{name}_id")
+_SPECIAL = ("bos_token", "eos_token")
+
+
+def _keep_special(folder: pathlib.Path, values: Mapping[str, Any], out: pathlib.Path) -> None:
+    """Keep a model's tokenizer and what it says of its special tokens for sampling and an export.
+
+    Its config.json may give tokens only by id, and several that end a text.
+    """
+    kept, tokenizer = settings.read(folder), load(folder / sampling.TOKENIZER)
+    ids = {f"{name}_id": values[f"{name}_id"] for name in _SPECIAL if values.get(f"{name}_id") is not None}
+    for name in _SPECIAL:
+        number = ids.get(f"{name}_id")
+        number = number[0] if isinstance(number, list) and number else number
         text = tokenizer.id_to_token(number) if isinstance(number, int) else None
-        if text is not None and not settings.get(name):
-            settings[name] = text
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
+        if text is not None and not kept.get(name):
+            kept[name] = text
+    generation = folder / settings.GENERATION
+    ids |= settings.read_object(generation) if generation.exists() else {}
+    files.write(out / sampling.TOKENIZER, (folder / sampling.TOKENIZER).read_bytes())
+    write_json(out / settings.FILE, settings.CLASS | kept)
+    write_json(out / settings.GENERATION, ids)
 
 
 def import_model(source: str | pathlib.Path, config: Config) -> pathlib.Path:
@@ -61,12 +73,13 @@ def import_model(source: str | pathlib.Path, config: Config) -> pathlib.Path:
     if checkpoint_reading.finished_steps(home):
         raise UserError(f"{home} holds checkpoints already; name another folder with --config.run.out")
     arrays = ModelArrays(folder)
-    settings = _imported_settings(folder, values) if (folder / sampling.TOKENIZER).exists() else None
     made = not out.exists()
     checkpoint.ensure_writable(out)
     try:
         params = architectures.params(arrays, config.model)
         arrays.check_all_read(config.model.tied_head)
+        if (folder / sampling.TOKENIZER).exists():
+            _keep_special(folder, values, out)
     except UserError:
         if made:
             out.rmdir()
@@ -79,9 +92,6 @@ def import_model(source: str | pathlib.Path, config: Config) -> pathlib.Path:
         "config": to_dict(config),
         "jax": jax.__version__,
     }
-    if settings is not None:
-        files.write(out / sampling.TOKENIZER, (folder / sampling.TOKENIZER).read_bytes())
-        write_json(out / SETTINGS, settings)
     # Written last, so that a run with a checkpoint is complete, and an import that was interrupted can be repeated.
     with checkpoint.Checkpoints(home, config.checkpoint) as checkpoints:
         checkpoints.save(0, {"params": jax.tree.map(jnp.asarray, params)}, meta)

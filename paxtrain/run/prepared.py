@@ -13,7 +13,7 @@ from compress import Codec
 from compress.codec import Tree
 from paxtrain import files
 from paxtrain.config import Config, OuterConfig, read_section, to_dict
-from paxtrain.data import tokenizer
+from paxtrain.data import settings, tokenizer
 from paxtrain.data.datasets import DataSets
 from paxtrain.devices import datasheets
 from paxtrain.errors import UserError
@@ -134,6 +134,8 @@ class PreparedRun:
         target = self._tokenizer
         if self.primary and source.exists() and source.resolve() != target.resolve():
             files.write(target, source.read_bytes())
+            if found := settings.of_run(settings.read(self.out), self.data.settings):
+                files.write(self.out / settings.FILE, settings.text(found))
 
     # --- Data ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from paxtrain.config import Config, ModelConfig, from_dict
+from paxtrain.data import settings
 from paxtrain.data.tokenizer import FILE as TOKENIZER
-from paxtrain.data.tokenizer import encoded, errors_of_library
+from paxtrain.data.tokenizer import around, encoded, errors_of_library
 from paxtrain.data.tokenizer import load as load_tokenizer
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
@@ -57,6 +58,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 0,
     seed: int = 0,
+    ends: Collection[int] = (),
 ) -> list[int]:
     """Return token ids that continue a prompt, sampled from the plain model on one device.
 
@@ -66,10 +68,11 @@ def generate(
         params: Canonical parameters.
         config: Model of the parameters.
         prompt: Token ids, at least one.
-        tokens: Number of tokens to sample.
+        tokens: Most tokens to sample.
         temperature: Divisor of the logits; 0 takes the most likely token.
         top_k: Number of most likely tokens to sample from; 0: all.
         seed: Seed of the samples.
+        ends: Token ids that end the text; the first of them that is sampled is not returned.
     """
     ids, key = list(prompt), jax.random.key(seed)
     for i in range(tokens):
@@ -77,12 +80,16 @@ def generate(
         window = np.zeros((1, config.sequence), np.int32)
         window[0, : len(recent)] = recent
         drawn = _next(params, window, np.int32(len(recent)), config, temperature, top_k, jax.random.fold_in(key, i))
+        if int(drawn) in ends:
+            break
         ids.append(int(drawn))
     return ids[len(prompt) :]
 
 
 def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params, Config, Tokenizer]:
     """Return parameters (on this process's first device), the model's configuration and the tokenizer of a run.
+
+    The tokenizer takes special tokens that a text spells as the run's data did.
 
     Args:
         directory: Folder of the run.
@@ -103,7 +110,9 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
     path = directory / TOKENIZER
     if not path.exists():
         raise UserError(f"there is no {path}; copy the tokenizer.json of the training data there")
-    return params, config, load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
+    tokenizer.encode_special_tokens = bool(settings.read(directory).get("split_special_tokens"))
+    return params, config, tokenizer
 
 
 def sample(
@@ -116,12 +125,12 @@ def sample(
     seed: int = 0,
     step: int | None = None,
 ) -> str:
-    """Return text that continues a prompt, sampled from a checkpoint of a run.
+    """Return text that continues a prompt, sampled from a checkpoint of a run; it ends where the document does.
 
     Args:
         directory: Folder of the run.
         prompt: Text to continue, at least one token.
-        tokens: Number of tokens to sample.
+        tokens: Most tokens to sample.
         temperature: Divisor of the logits; 0 takes the most likely token.
         top_k: Number of most likely tokens to sample from; 0: all.
         seed: Seed of the samples.
@@ -132,8 +141,8 @@ def sample(
     """
     params, config, tokenizer = load(directory, step)
     message = f"the tokenizer {pathlib.Path(directory) / TOKENIZER} cannot encode --prompt"
-    [encoding] = encoded(tokenizer, [prompt], message, special=True)
-    ids = encoding.ids
+    [encoding] = encoded(tokenizer, [prompt], message)
+    ids = around(tokenizer)[0] + encoding.ids
     if not ids:
         raise UserError(f"--prompt must hold at least one token, got {prompt!r}")
     config_model = dataclasses.replace(config.model, embedding_dropout=0.0, residual_dropout=0.0, attention="auto")
@@ -142,6 +151,9 @@ def sample(
             f"the tokenizer beside the checkpoint gives id {max(ids)}, but the model has {config.model.vocab_size}; "
             "put the training data's tokenizer.json there"
         )
-    drawn = generate(params, config_model, ids, tokens, temperature=temperature, top_k=top_k, seed=seed)
+    ends = settings.ends(pathlib.Path(directory), tokenizer, config.model.vocab_size)
+    drawn = generate(params, config_model, ids, tokens, temperature=temperature, top_k=top_k, seed=seed, ends=ends)
     with errors_of_library(f"the tokenizer {pathlib.Path(directory) / TOKENIZER} cannot decode {len(drawn)} ids"):
-        return tokenizer.decode(drawn)
+        # Some decoders drop a space at the beginning of a text, so the drawn ids are decoded behind the prompt's.
+        before, whole, alone = (tokenizer.decode(some, False) for some in (ids, ids + drawn, drawn))
+    return whole.removeprefix(before) if whole.startswith(before) else alone

@@ -130,7 +130,7 @@ MAINS = (
         {"input": "{home}/text.txt", "out": "{out}/data"},
         integers="vocab_size seed",
         numbers="validation_fraction",
-        texts="input out tokenizer end_of_text vocab merges json_key",
+        texts="input out tokenizer end_of_text begin_of_text vocab merges json_key",
         files="text.txt",
     ),
     Main(
@@ -161,7 +161,7 @@ MAINS = (
             "tokenizer": "{home}/own_tokenizer.json",
             "end_of_text": "<|endoftext|>",
         },
-        texts="tokenizer end_of_text json_key",
+        texts="tokenizer end_of_text begin_of_text json_key",
         files="own_tokenizer.json lines.jsonl",
     ),
     Main(

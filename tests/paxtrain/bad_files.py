@@ -3,6 +3,9 @@
 import json
 import pathlib
 
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig, plan
 from paxtrain.data import token_files
 
@@ -13,7 +16,8 @@ def make(home: pathlib.Path) -> None:
         with token_files.TokenWriter(home / name, 257) as writer:
             writer.extend(range(tokens))
             writer.end_document()
-    for name, text in (("first", "{}"), ("second", "{ }")):
+    words = [Tokenizer(WordLevel({word: 0}, word)).to_str() for word in "ab"]
+    for name, text in zip(("none", "first", "second"), ("{}", *words)):
         (home / name).mkdir()
         (home / name / "tokenizer.json").write_text(text)
         for suffix in (".idx", ".bin"):

@@ -178,7 +178,7 @@ BAD_CONFIGURATION = {
     "set with too few tokens": ["data.train=a={home}/train,b={home}/few", "data.weights=a=1,b=1"],
     "validation set that is missing": ["data.validation=a={home}/train,b=nowhere/x"],
     "sets of different tokenizers": ["data.train=a={home}/first/train,b={home}/second/train", "data.weights=a=1,b=1"],
-    "tokenizer that is none": ["data.train={home}/first/train"],
+    "tokenizer that is none": ["data.train={home}/none/train"],
     "a flat name of older versions": ["compress.backward_rank=4"],
     "a value of older versions": ["compress.data=all"],
     "an option of older versions": ["compress.backward.codec=int8", "compress.backward_options.block=32"],

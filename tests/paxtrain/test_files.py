@@ -126,3 +126,8 @@ def test_a_file_that_another_process_renames_meanwhile_is_left_to_it(tmp_path, m
     monkeypatch.setattr(os, "fsync", renames)
     files.sync_tree(tmp_path)
     assert synced == ["a", "c", tmp_path.name]
+
+
+def test_json_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert files.read_json(tmp_path / "a.json", "plan", "name another", dict) == {"a": 1}

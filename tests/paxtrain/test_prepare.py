@@ -16,9 +16,14 @@ def run_main(*arguments):
 
 def test_the_main_reports_what_it_wrote(tmp_path):
     for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text(f"document {name}")
-    result = run_main(f"--input={tmp_path}/a.txt,{tmp_path}/b.txt", f"--out={tmp_path / 'out'}")
+        (tmp_path / f"{name}.txt").write_text(f"document {name}<|endoftext|>")
+    (tmp_path / "c.txt").touch()
+    result = run_main(f"--input={tmp_path}/*.txt", f"--out={tmp_path / 'out'}")
     assert (result.returncode, result.stderr) == (0, "")
+    assert "input: 2 documents, without 1 empty ones, 46 bytes of 3 files\n" in result.stdout
+    assert "the first document: 'document a<|endoftext|>'\n" in result.stdout
+    assert "documents begin with their text and end with <|endoftext|>\n" in result.stdout
+    assert "special tokens in the text, as text; --special_tokens takes them as their ids: 2 <|endo" in result.stdout
     assert f"vocabulary: 257 ids, {tmp_path}/out/tokenizer.json" in result.stdout
     for name in ("train", "validation"):
         tokens = len(token_files.TokenFile(tmp_path / "out" / name))

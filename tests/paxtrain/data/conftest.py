@@ -7,7 +7,8 @@ import pytest
 
 from tests.paxtrain.data.texts import TRICKY
 
-GPT2 = Path(__file__).parents[4] / "shared" / "data" / "gpt2"
+SHARED = Path(__file__).parents[4] / "shared"
+GPT2 = SHARED / "data" / "gpt2"
 
 
 @pytest.fixture
@@ -28,3 +29,11 @@ def gpt2_files():
     if not GPT2.is_dir():
         pytest.skip(f"GPT-2's vocabulary is not at {GPT2}")
     return str(GPT2 / "vocab.json"), str(GPT2 / "merges.txt")
+
+
+@pytest.fixture
+def cases():
+    """Return the folder of inputs that users had trouble with."""
+    if not (SHARED / "cases").is_dir():
+        pytest.skip(f"the cases of users are not at {SHARED / 'cases'}")
+    return SHARED / "cases"

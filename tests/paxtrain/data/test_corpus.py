@@ -1,3 +1,4 @@
+import json
 import os
 from pathlib import Path
 
@@ -45,4 +46,52 @@ def test_stdlib_is_about_ten_megabytes_without_tests():
 
 def test_jsonl_takes_another_key_and_skips_blank_lines(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n   \n{"body": ""}\n{"body": "t\\u0077o"}')
-    assert list(documents([str(tmp_path / "a.jsonl")], "body")) == ["one", "two"]
+    assert list(documents([str(tmp_path / "a.jsonl")], "body")) == ["one", "", "two"]
+
+
+@pytest.mark.parametrize("name", ["lines.json", "lines.JSONL", "bom.jsonl"])
+def test_json_lines_of_any_name_are_documents(cases, name):
+    expected = [f'Document number {i}. It says "hello" and ends here.' for i in range(5)]
+    assert list(documents([str(cases / name)])) == expected
+
+
+PACKAGE = '{\n  "name": "text",\n  "version": "1"\n}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", '\n{"text": "one", "id": 1}\n{"text": "two"}\n', ["one", "two"]),
+        ("a.json", '{"text": "one"}', ["one"]),
+        ("a.json", json.dumps([{"text": "one"}, {"text": "two"}], indent=1), ["one", "two"]),
+        ("a.json", json.dumps({"text": "one", "id": 1}, indent=1), ["one"]),
+        ("a.NDJSON", '{"text": "one"}', ["one"]),
+        ("a.json", "\ufeff" + '{"text": "one"}\n{"text": "two"}', ["one", "two"]),
+        ("a.txt", "\ufeffplain \ufeff text", ["plain \ufeff text"]),
+        # What another program reads is one document as ever, and so is text that looks like JSON.
+        ("package.json", PACKAGE, [PACKAGE]),
+        ("a.json", '{"compact": true}\n', ['{"compact": true}\n']),
+        ("a.json", '[{"name": 1}]', ['[{"name": 1}]']),
+        ("a.txt", "[1] a note\n{text}\n", ["[1] a note\n{text}\n"]),
+        ("a.py", '{"text": 1}["text"]\n', ['{"text": 1}["text"]\n']),
+        ("a.txt", "", [""]),
+    ],
+)
+def test_the_content_says_what_a_document_is(tmp_path, name, content, expected):
+    (tmp_path / name).write_text(content, "utf-8")
+    assert list(documents([str(tmp_path / name)])) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"body": "one"}\n{"body": "two"}', r"a\.json, line 1, has no key 'text' but the keys body; .*--json_key"),
+        ('{"text": "one"}\n{"text": ', r"a\.json, line 2, is not JSON"),
+        ('[{"text": "one"}, {"body": "two"}]', r"a\.json, object 2, has no key 'text' but the keys body"),
+        ('{"text": 3}\n{"text": "two"}', r"line 1, has int under 'text'"),
+    ],
+)
+def test_json_without_the_text_is_refused(tmp_path, content, message):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        list(documents([str(tmp_path / "a.json")]))

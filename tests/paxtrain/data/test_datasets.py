@@ -1,12 +1,15 @@
 """The tokens of sample n of a mixture depend on seed, n and weights alone."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from paxtrain.config import from_dict
-from paxtrain.data import token_files
+from paxtrain.data import settings, token_files
 from paxtrain.data.datasets import DataSets
 from paxtrain.data.mixture import Mixture
 from paxtrain.errors import UserError
@@ -127,12 +130,20 @@ def test_the_table_tells_shares_and_epochs(home):
     assert opened(home, train=str(home / "web" / "train"), weights="").describe() == []
 
 
-def test_sets_of_different_tokenizers_are_refused(home, tmp_path):
-    for name, text in (("code", "{}"), ("talk", "{}"), ("web", "{ }")):
+@pytest.fixture
+def tokenized(home, tmp_path):
+    """Write the three sets with tokenizers, two of which are one in two spellings."""
+    one, other = (Tokenizer(WordLevel({token: 0, "</s>": 1}, token)).to_str(pretty=True) for token in "ab")
+    for name, text in (("code", one), ("talk", json.dumps(json.loads(one))), ("web", other)):
         (tmp_path / name).mkdir()
         for suffix in (".bin", ".idx"):
             (tmp_path / name / f"train{suffix}").write_bytes((home / name / f"train{suffix}").read_bytes())
         (tmp_path / name / "tokenizer.json").write_text(text)
+    return tmp_path
+
+
+def test_sets_of_different_tokenizers_are_refused(tokenized):
+    tmp_path = tokenized
     same = {"code": 1, "talk": 1}
     validation = str(tmp_path / "code" / "train")
     assert opened(tmp_path, same, validation=validation).tokenizer == tmp_path / "code" / "tokenizer.json"
@@ -141,3 +152,20 @@ def test_sets_of_different_tokenizers_are_refused(home, tmp_path):
             opened(tmp_path, **({"weights": same, "validation": validation} | changes))
     (tmp_path / "code" / "tokenizer.json").unlink()
     assert opened(tmp_path, same, validation=validation).tokenizer == tmp_path / "talk" / "tokenizer.json"
+
+
+def test_sets_whose_documents_begin_or_end_otherwise_are_refused(tokenized):
+    ends = {"eos_token": "</s>", "add_bos_token": False, "split_special_tokens": True}
+    begins = {"eos_token": "</s>", "bos_token": {"content": "<s>"}, "add_bos_token": True}
+    (tokenized / "code" / "tokenizer_config.json").write_text(json.dumps(ends))
+    values = {"weights": {"code": 1, "talk": 1}, "validation": str(tokenized / "code" / "train")}
+    assert opened(tokenized, **values).settings == [ends]
+    (tokenized / "talk" / "tokenizer_config.json").write_text(json.dumps(begins))
+    with pytest.raises(
+        UserError, match=r"begin with their text and end with </s>, beside .* <s> and </s>; .*--begin_of"
+    ):
+        opened(tokenized, **values)
+    # Text that is not to forge special tokens beside text that has them is one mixture.
+    (tokenized / "talk" / "tokenizer_config.json").write_text(json.dumps(ends | {"split_special_tokens": False}))
+    found = opened(tokenized, **values).settings
+    assert settings.of_run({"chat_template": "kept"}, found)["split_special_tokens"] is False

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,8 @@ def test_every_document_comes_back_once(texts, tmp_path, tokenizer):
     assert prepared.tokens == tuple(len(token_files.TokenFile(prefix)) for prefix in prepared.prefixes)
     assert prepared.vocab_size == vocabulary_size(saved) == (300 if tokenizer == "bpe" else 257)
     assert sorted(os.listdir(tmp_path / "out")) == sorted(
-        ["tokenizer.json", *(f"{name}.{end}" for name in ("train", "validation") for end in ("bin", "idx", "sha256"))]
+        ["tokenizer.json", "tokenizer_config.json"]
+        + [*(f"{name}.{end}" for name in ("train", "validation") for end in ("bin", "idx", "sha256"))]
     )
 
 
@@ -75,6 +77,75 @@ def test_another_data_set_with_the_same_tokenizer(texts, tmp_path):
         assert Path(f"{prefix}.bin").read_bytes() == Path(f"{other}.bin").read_bytes()
     with pytest.raises(UserError, match=r"--end_of_text=<eos> goes with a tokenizer\.json only"):
         prepare([str(folder)], tmp_path / "d", PrepareOptions(end_of_text="<eos>"))
+
+
+# Ids of the first document of chat.jsonl by transformers 5.23, with add_special_tokens=False.
+CHAT = [
+    386,
+    289,
+    341,
+    280,
+    13,
+    86,
+    314,
+    289,
+    51,
+    387,
+    289,
+    13,
+    386,
+    292,
+    281,
+    281,
+    271,
+    338,
+    263,
+    276,
+    282,
+    13,
+    51,
+    387,
+]
+
+
+def test_special_tokens_in_the_text_and_around_it(cases, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(cases / "llama_style_tokenizer_chat.json", model / "tokenizer.json")
+    (model / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}, "bos_token": "<s>", "more": 1}')
+    (model / "chat_template.jinja").write_text("a template")
+
+    def made(name, tokenizer=model / "tokenizer.json", **options):
+        options = {"validation_fraction": 0.01, "seed": 3} | options
+        done = prepare([str(cases / "chat.jsonl")], tmp_path / name, PrepareOptions(str(tokenizer), **options))
+        assert done.special == {"<|im_start|>": 8, "<|im_end|>": 8}
+        file = token_files.TokenFile(done.prefixes[0])
+        first = file.read(0, file.first_document).tolist()
+        settings = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
+        assert (settings["chat_template"], settings["more"]) == ("a template", 1)
+        return first, [settings[key] for key in ("bos_token", "add_bos_token", "eos_token", "split_special_tokens")]
+
+    assert made("ids", special_tokens=True) == ([1, *CHAT, 2], ["<s>", True, "</s>", False])
+    first, settings = made("text")
+    assert settings == ["<s>", True, "</s>", True]
+    assert (first[0], first[-1]) == (1, 2) and not {386, 387} & {*first} and len(first) > len(CHAT) + 2
+    bare = ([*CHAT, 387], ["<|im_end|>", False, "<|im_end|>", False])
+    assert made("bare", begin_of_text="", end_of_text="<|im_end|>", special_tokens=True) == bare
+    # What begins and ends documents is that of the first set, if a second one is prepared with its tokenizer.
+    assert made("again", tmp_path / "bare" / "tokenizer.json", special_tokens=True) == bare
+
+
+def test_documents_begin_with_the_token_that_is_named(texts, tmp_path):
+    prepared = prepare([str(texts[0])], tmp_path / "out", PrepareOptions(begin_of_text="<|endoftext|>"))
+    file = token_files.TokenFile(prepared.prefixes[0])
+    ids = file.read(0, len(file))
+    ends = np.flatnonzero(ids == 256)
+    assert len(ends) == 2 * file.documents and ids[0] == 256 and (np.diff(ends)[1::2] == 1).all()
+    assert Tokenizer.from_file(prepared.tokenizer).encode("ab").ids == [256, 97, 98]
+    with pytest.raises(UserError, match=r"bytes has no token <s>; name the one that begins its documents"):
+        prepare([str(texts[0])], tmp_path / "out", PrepareOptions(begin_of_text="<s>"))
+    with pytest.raises(UserError, match=r"--end_of_text must name a token"):
+        prepare([str(texts[0])], tmp_path / "out", PrepareOptions(prepared.tokenizer, end_of_text=""))
 
 
 def test_a_models_tokenizer_gives_whole_documents_its_ids(tmp_path):
@@ -237,7 +308,7 @@ def test_a_run_stopped_while_encoding_changes_nothing(texts, tmp_path, monkeypat
     assert snapshot(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("stopped_at", range(9))
+@pytest.mark.parametrize("stopped_at", range(10))
 def test_a_run_stopped_while_publishing_leaves_no_mixture_that_loads(texts, tmp_path, monkeypatch, stopped_at):
     folder, _ = texts
     out = tmp_path / "out"
@@ -266,7 +337,7 @@ def test_a_run_stopped_while_publishing_leaves_no_mixture_that_loads(texts, tmp_
         return
     with pytest.raises(UserError, match="no token file"):
         token_files.TokenFile(out / "train")
-    loads = {1: old, 8: new}.get(stopped_at)
+    loads = {1: old, 9: new}.get(stopped_at)
     assert ("validation.idx" in after) == (loads is not None)
     if loads:
         assert all(after[name] == loads[name] for name in ("validation.idx", "validation.bin", "tokenizer.json"))

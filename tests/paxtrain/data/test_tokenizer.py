@@ -1,9 +1,22 @@
+import json
+
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from paxtrain.data.preparation import PrepareOptions, prepare
-from paxtrain.data.tokenizer import bytes_tokenizer, cuts, gpt2_tokenizer, pieces, train_bpe, vocabulary_size
+from paxtrain.data.tokenizer import (
+    alike,
+    around,
+    bytes_tokenizer,
+    cuts,
+    gpt2_tokenizer,
+    load,
+    pieces,
+    put_in_front,
+    train_bpe,
+    vocabulary_size,
+)
 from paxtrain.errors import UserError
 from tests.paxtrain.data.texts import TRICKY
 
@@ -24,6 +37,71 @@ def test_a_token_across_words_is_never_cut():
     cut = [token for part in pieces("x x", 1) for token in across.encode(part).ids]
     assert cut != across.encode("x x").ids and not cuts(across)
     assert cuts(bytes_tokenizer()) and cuts(train_bpe(["x x"], 260))
+
+
+@pytest.mark.parametrize("token", [AddedToken("one two"), AddedToken("two", rstrip=True), AddedToken("two\n ")])
+def test_an_added_token_across_words_is_never_cut(token):
+    tokenizer = train_bpe(["x x"], 260)
+    assert cuts(tokenizer)
+    tokenizer.add_tokens([token])
+    text = "one two\n  three"
+    cut = [i for part in pieces(text, 1) for i in tokenizer.encode(part).ids]
+    assert cut != tokenizer.encode(text).ids and not cuts(tokenizer)
+
+
+def test_a_bpe_trained_on_a_long_word_ends():
+    """The time of training is that of the longest word times its tokens, so words are cut, as their tokens show."""
+    tokenizer = train_bpe(["a" * 20_000 + " b"], 1000)
+    assert max(map(len, tokenizer.get_vocab())) == 256
+    # Other texts give the library's own tokens.
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, min_frequency=2, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
+    plain.train_from_iterator([TRICKY * 5], trainer)
+    assert json.loads(train_bpe([TRICKY * 5], 400).to_str())["model"] == json.loads(plain.to_str())["model"]
+
+
+def test_one_tokenizer_in_two_spellings_is_one(cases):
+    one, other = (cases / f"llama_style_tokenizer{end}.json" for end in ("", "_merges_as_strings"))
+    assert one.read_bytes() != other.read_bytes() and alike(one, other)
+
+
+def test_what_makes_two_tokenizers(tmp_path):
+    """Other merges and normalizers give a text other ids; limits of prompts and tokens around a text do not."""
+    first = train_bpe([TRICKY * 5], 400)
+    first.save(str(tmp_path / "first.json"))
+
+    def changed(change):
+        tokenizer = Tokenizer.from_str(first.to_str())
+        change(tokenizer)
+        tokenizer.save(str(tmp_path / "other.json"))
+        return alike(tmp_path / "first.json", tmp_path / "other.json")
+
+    def fewer_merges(tokenizer):
+        model = json.loads(tokenizer.to_str())["model"]
+        tokenizer.model = models.BPE(model["vocab"], [tuple(merge) for merge in model["merges"][:-1]])
+
+    assert changed(lambda tokenizer: put_in_front(tokenizer, "<|endoftext|>"))
+    assert changed(lambda tokenizer: (tokenizer.enable_truncation(3), tokenizer.enable_padding()))
+    assert not changed(fewer_merges)
+    assert not changed(lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.NFC()))
+    assert not changed(lambda tokenizer: tokenizer.add_tokens(["one"]))
+
+
+def test_tokens_around_a_text(tmp_path):
+    tokenizer = bytes_tokenizer()
+    assert around(tokenizer) == ([], [])
+    template = [("<|endoftext|>", 256)]
+    tokenizer.post_processor = processors.TemplateProcessing("<|endoftext|> $A <|endoftext|>", None, template)
+    assert around(tokenizer) == ([256], [256])
+    for token, front in (("<|endoftext|>", [256]), (None, [])):
+        put_in_front(tokenizer, token)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        assert around(tokenizer) == (front, []) == around(load(tmp_path / "tokenizer.json"))
+        assert tokenizer.encode("ab").ids == [*front, 97, 98]
 
 
 def test_gpt2_ids(gpt2_files):

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -165,8 +166,23 @@ def test_training_goes_on_from_an_imported_model(tmp_path):
         batch={"global_batch": 8, "micro_batch": 2},
         data={"train": str(tmp_path / "train"), "validation": str(tmp_path / "validation")},
     )
-    import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    # What begins and ends documents is the data's after training; the model's other settings stay.
+    words = {"<s>": 1, "</s>": 2, "<|im_end|>": 3}
+    Tokenizer(WordLevel(words, unk_token="<s>")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": "t"}'
+    )
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    ours = {"bos_token": "</s>", "add_bos_token": False, "eos_token": "</s>", "split_special_tokens": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(ours | {"tokenizer_class": "another"}))
+    import_model(str(folder), config)
     assert Run(config, make_mesh(config.mesh)).train().finished
+    kept = json.loads((tmp_path / "run" / "tokenizer_config.json").read_text())
+    assert kept == ours | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "t"}
+    export(str(tmp_path / "run"), str(tmp_path / "out"))
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (exported["bos_token_id"], exported["eos_token_id"]) == (2, 2)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     params = architectures.params(weights.__getitem__, config.model)
     validation = token_files.load(config.data.validation, vocab_size=101, sequence=24)
@@ -187,13 +203,46 @@ def test_a_models_first_and_last_token_come_through(tmp_path):
     (folder / "config.json").write_text(json.dumps(values | {"bos_token_id": 1, "eos_token_id": [2, 3]}))
     settings = {"eos_token": {"content": "</s>"}, "chat_template": "...", "model_max_length": 10**30}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 2], "temperature": 0.6}')
+    (folder / "chat_template.jinja").write_text("a template")
     import_model(str(folder), config)
     export(str(tmp_path / "run"), str(tmp_path / "back"))
     back = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert (back["bos_token_id"], back["eos_token_id"]) == (1, 2)
+    assert (back["bos_token_id"], back["eos_token_id"]) == (1, [2, 3])
+    generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": [2, 3], "temperature": 0.6}
     kept = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())
     wanted = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 24, "bos_token": "<s>"}
-    assert kept == settings | wanted
+    assert kept == settings | wanted | {"chat_template": "a template"}
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_several_tokens_that_end_a_text_come_through_without_a_generation_config(tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"eos_token_id": [98, 97]}))
+    import_model(str(folder), config)
+    export(str(tmp_path / "run"), str(tmp_path / "back"))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [98, 97]
+    settings = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "b"
+
+
+def test_a_run_of_prepared_data_exports_what_ends_its_documents(tmp_path):
+    """Also if it is another token than `<|endoftext|>`."""
+    config = run_config("gpt2", tmp_path / "run")
+    saved(random_params(config.model), config)
+    words = {"<s>": 1, "</s>": 2}
+    Tokenizer(WordLevel(words, unk_token="<s>")).save(str(tmp_path / "run" / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "add_bos_token": True, "eos_token": "</s>", "split_special_tokens": True}
+    (tmp_path / "run" / "tokenizer_config.json").write_text(json.dumps(settings))
+    export(str(tmp_path / "run"), str(tmp_path / "out"))
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (exported["bos_token_id"], exported["eos_token_id"]) == (1, 2)
+    # transformers' own rule for special tokens holds: chat templates spell them.
+    assert "split_special_tokens" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
