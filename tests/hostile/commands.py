@@ -176,7 +176,7 @@ MAINS = (
         integers="step tokens top_k seed",
         numbers="temperature",
         texts="checkpoint prompt",
-        files="trained/tokenizer.json trained/checkpoints/0/**/*",
+        files="trained/*.json trained/checkpoints/0/**/*",
         skip=("paxtrain.run.sampling:generate",),
         compiles=True,
     ),
