@@ -47,7 +47,7 @@ def datasheet(kind: str) -> Datasheet | None:
     if key is None:
         return _OTHERS.get(gpus.spelled(kind))
     gpu = gpus.ALL[key]
-    return Datasheet(gpu.peak_flops, gpu.single_flops, gpu.bandwidth, gpu.link)
+    return Datasheet(gpu.peak_flops, gpu.tf32_flops, gpu.bandwidth, gpu.link)
 
 
 def peak_flops(device_kind: str) -> float | None:

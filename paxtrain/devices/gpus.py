@@ -19,7 +19,7 @@ class Gpu:
         memory: bytes of memory that the driver reports, or the data sheet's; XLA takes part of it for itself.
         bandwidth: bytes per second of the memory.
         peak_flops: FLOP/s of dense bfloat16 matrix products (float16 if the GPU has no bfloat16).
-        single_flops: FLOP/s of dense 32-bit matrix products, in TF32 if the GPU has it.
+        tf32_flops: FLOP/s of dense 32-bit matrix products, in TF32 if the GPU has it.
         link: bytes per second, each way, to another GPU of the host: over NVLink, else over PCIe.
         capability: CUDA compute capability (major, minor).
         sms: number of streaming multiprocessors.
@@ -31,7 +31,7 @@ class Gpu:
     memory: int
     bandwidth: float
     peak_flops: float
-    single_flops: float
+    tf32_flops: float
     link: float
     capability: tuple[int, int]
     sms: int
@@ -40,7 +40,7 @@ class Gpu:
     @property
     def float32_flops(self) -> float:
         """FLOP/s in float32, taken as those in TF32."""
-        return self.single_flops
+        return self.tf32_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class TargetGpu(Gpu):
         """
 
 
-# Sources: peak_flops, single_flops and link are from NVIDIA's data sheets of the SXM modules, without sparsity; those
+# Sources: peak_flops, tf32_flops and link are from NVIDIA's data sheets of the SXM modules, without sparsity; those
 # of H100 and H200 print 1979 TFLOP/s "with sparsity", and the H100 architecture white paper has 989.4 without. The
 # reach of A100 and H100 was fitted to half of the published runs of docs/accuracy.md. B200's is H100's, scaled as both
 # are in benchmarks, 1745 of 2250 TFLOP/s to 794.5 of 989 (Bekman, Machine Learning Engineering Open Book, "Maximum
@@ -138,7 +138,7 @@ _VOLTA = TargetGpu(
     memory=16_935_682_048,
     bandwidth=898.048e9,
     peak_flops=125e12,
-    single_flops=15.7e12,
+    tf32_flops=15.7e12,
     link=150e9,
     capability=(7, 0),
     sms=80,
@@ -156,7 +156,7 @@ _AMPERE = TargetGpu(
     memory=42_298_834_944,
     bandwidth=1555.2e9,
     peak_flops=312e12,
-    single_flops=156e12,
+    tf32_flops=156e12,
     link=300e9,
     capability=(8, 0),
     sms=108,
@@ -175,7 +175,7 @@ _HOPPER = TargetGpu(
     memory=84_942_979_072,
     bandwidth=3352.32e9,
     peak_flops=989.4e12,
-    single_flops=494.7e12,
+    tf32_flops=494.7e12,
     link=450e9,
     capability=(9, 0),
     sms=132,
@@ -194,7 +194,7 @@ _BLACKWELL = TargetGpu(
     memory=191_514_411_008,
     bandwidth=7672.32e9,
     peak_flops=2250e12,
-    single_flops=1100e12,
+    tf32_flops=1100e12,
     link=900e9,
     capability=(10, 0),
     sms=148,
@@ -252,7 +252,7 @@ def _card(
         memory=round(memory * 1e9),
         bandwidth=bandwidth * 1e9,
         peak_flops=half * 1e12,
-        single_flops=single * 1e12,
+        tf32_flops=single * 1e12,
         link=link * 1e9,
         capability=capability,
         sms=sms,

@@ -267,7 +267,7 @@ class Coded:
         return _takes(self._reducer(members), shape, members, zero1, min_ratio)
 
     def exchanges(self, shape: tuple[int, int], members: int, zero1: bool) -> tuple[CodecExchange, ...]:
-        """Return the collectives that reduce a matrix over data, or between groups; the arguments are those of `takes`.
+        """Return the collectives that reduce a matrix over data, or between groups; see `takes`.
 
         Those inside groups are of what is not compressed.
         """
@@ -279,13 +279,7 @@ class Coded:
         return _exchanges(self.outer, shape, groups, False)
 
     def outer_takes(self, shape: tuple[int, int], groups: int, min_ratio: float) -> bool:
-        """Return whether a device's part of a matrix is compressed between groups.
-
-        Args:
-            shape: rows and columns of the part.
-            groups: number of groups.
-            min_ratio: factor by which the part must become smaller.
-        """
+        """Return whether a device's part of a matrix is compressed between groups; see `takes`."""
         assert self.outer is not None
         return _takes(self.outer, shape, groups, False, min_ratio)
 
