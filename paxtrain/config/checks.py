@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from paxtrain.errors import UserError, whole
@@ -17,13 +18,22 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def divisors_near(n: int, target: int) -> str:
-    """Return the divisors of n nearest to `target`, as a phrase."""
+def near(n: int, target: int, fits: Callable[[int], bool] = lambda d: True) -> list[int]:
+    """Return the divisors of n nearest to `target`, below and above it, of those that also fit the other rules."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    divisors = small + [n // d for d in reversed(small) if d * d < n]
-    below = [d for d in divisors if d <= target][-1:]
-    above = [d for d in divisors if d > target][:1]
-    return " or ".join(map(str, below + above))
+    divisors = [d for d in small + [n // d for d in reversed(small) if d * d < n] if fits(d)]
+    return [d for d in divisors if d <= target][-1:] + [d for d in divisors if d > target][:1]
+
+
+def either(values: Iterable[object]) -> str:
+    """Return values as a phrase: "4 or 6"."""
+    return " or ".join(map(str, values))
+
+
+def multiples_near(n: int, target: int) -> str:
+    """Return the multiples of n nearest to `target`, as a phrase."""
+    below = target // n * n
+    return either([below, below + n] if below else [n])
 
 
 def shown(value: object) -> str:

@@ -7,10 +7,11 @@ these dataclasses at the edge, so that nothing below the mains sees a ConfigDict
 import collections
 import dataclasses
 import functools
+import math
 
 import numpy as np
 
-from paxtrain.config.checks import divisors_near, require, steps
+from paxtrain.config.checks import either, multiples_near, near, require, steps
 from paxtrain.config.compress import SECONDS, CompressConfig
 from paxtrain.config.data import DataConfig
 from paxtrain.config.model import ModelConfig
@@ -57,14 +58,12 @@ class Config:
             require(
                 size % mesh.tensor == 0,
                 f"model.{name}={size} is not divisible by mesh.tensor={mesh.tensor}; "
-                f"tensor={divisors_near(size, mesh.tensor)} would fit",
+                f"{self._tensor_that_fits()} would fit",
             )
-        below = model.sequence // mesh.tensor * mesh.tensor
-        lengths = " or ".join(str(length) for length in (below, below + mesh.tensor) if length)
         require(
-            not mesh.sequence_parallel or model.sequence == below,
+            not mesh.sequence_parallel or model.sequence % mesh.tensor == 0,
             f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
-            f"mesh.tensor={mesh.tensor}; model.sequence={lengths} would fit",
+            f"mesh.tensor={mesh.tensor}; model.sequence={multiples_near(mesh.tensor, model.sequence)} would fit",
         )
         self.batch.rank_micro_batches(mesh.data)
         require(
@@ -80,12 +79,13 @@ class Config:
         )
         opt, total = self.optimizer, self.run.steps
         decay = opt.decay_steps if opt.schedule == "wsd" else 0
+        least = math.ceil((opt.warmup_steps + decay) / (self.outer.every or 1)) * (self.outer.every or 1)
         named = f"optimizer.warmup_steps={opt.warmup_steps}" + (f" and decay_steps={decay}" if decay else "")
         require(
             opt.warmup_steps + decay <= total,
             f"{named} {'do' if decay else 'does'} not fit into run.steps={total}; "
             f"{'shorter ones' if decay else f'optimizer.warmup_steps={total // 10}'}, or run.steps of "
-            f"{opt.warmup_steps + decay} or more, would fit",
+            f"{least} or more, would fit",
         )
         steps("profile", self.profile, self.run.steps)
         self._check_compression()
@@ -93,6 +93,20 @@ class Config:
         self._check_outer()
         self._check_inside()
         self._check_weights()
+
+    def _tensor_that_fits(self) -> str:
+        """Return a change that makes mesh.tensor divide the model, as a phrase: of the vocabulary, or of tensor."""
+        model, tensor = self.model, self.mesh.tensor
+        if vocabulary := model.vocabulary_for(tensor):
+            return vocabulary
+        split = self.mesh.sequence_parallel  # needs tensor of 2 or more
+        sizes = [size for name, size in model.split_sizes.items() if name != "padded_vocab"]
+        whole = math.gcd(*sizes, *([model.sequence] if split else []))
+        found = near(math.gcd(whole, model.padded_vocab), tensor, lambda n: n > split)
+        wider = [(n, model.vocabulary_for(n)) for n in near(whole, tensor, lambda n: n > split) if n not in found]
+        phrases = [f"tensor={either(found)}"] * bool(found)
+        phrases += [f"tensor={n} with {vocabulary}" for n, vocabulary in wider if vocabulary]
+        return either(phrases or ["tensor=1 with mesh.sequence_parallel=False"])
 
     def _check_compression(self) -> None:
         """Require that the compression fits the mesh and the model."""
@@ -156,8 +170,8 @@ class Config:
         data = self.mesh.data
         require(
             data % self.groups == 0,
-            f"outer.groups={self.outer.groups} does not divide mesh.data={data}; {divisors_near(data, self.groups)} "
-            "would fit",
+            f"outer.groups={self.outer.groups} does not divide mesh.data={data}; "
+            f"{either(near(data, self.groups, lambda n: data // n % self.compress.data.inside == 0) or [1])} would fit",
         )
 
     def _check_inside(self) -> None:
@@ -171,7 +185,7 @@ class Config:
         of = f"mesh.data={self.mesh.data}" if self.groups == 1 else f"the {ranks} data ranks that train together"
         require(
             ranks % inside == 0,
-            f"compress.data.inside={inside} does not divide {of}; {divisors_near(ranks, inside)} would fit",
+            f"compress.data.inside={inside} does not divide {of}; {either(near(ranks, inside))} would fit",
         )
 
     def _check_weights(self) -> None:
@@ -280,15 +294,17 @@ def check_groups(outer: OuterConfig, steps: int, layers: int, batch: BatchConfig
         f"batch.data_micro_batches={batch.data_micro_batches} weighs sequences of data ranks that train "
         f"together, but with outer.every={outer.every} groups train apart; leave one of them out",
     )
+    fits = near(steps, outer.every, lambda n: n % outer.fragments == 0 and outer.overlap < n // outer.fragments)
+    above = math.ceil(steps / outer.every) * outer.every
     require(
         steps % outer.every == 0,
         f"outer.every={outer.every} does not divide run.steps={steps}, so the last steps would not be "
-        f"exchanged; {divisors_near(steps, outer.every)} would fit",
+        f"exchanged; {either(fits) if fits else f'run.steps={above}'} would fit",
     )
     require(
         outer.fragments <= layers,
-        f"outer.fragments={outer.fragments} is more than model.layers={layers}; a fragment has whole layers, so "
-        f"{layers} or fewer would fit",
+        f"outer.fragments={outer.fragments} is more than model.layers={layers}, and a fragment has whole layers; "
+        f"{near(outer.every, layers)[0]} would fit",
     )
     data = compress.data
     for setting, given, known in (

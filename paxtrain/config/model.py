@@ -3,10 +3,11 @@
 import dataclasses
 import math
 
-from paxtrain.config.checks import bounded, choice, divisors_near, positive, require
+from paxtrain.config.checks import bounded, choice, either, multiples_near, near, positive, require
 
 FAMILIES = ("gpt2", "llama")
 MOST_VOCABULARY = 2**24  # ids
+MOST_MULTIPLE = 2**16  # of vocab_multiple
 
 FLASH_CAPABILITY = (8, 0)  # CUDA compute capability from which on cuDNN has flash attention: Ampere
 
@@ -62,20 +63,23 @@ class ModelConfig:
         choice("model.family", self.family, FAMILIES)
         # Ten to a hundred times what the largest published models have.
         sizes = {"layers": 4096, "hidden": 2**18, "heads": 2**13, "kv_heads": 2**13, "intermediate": 2**20}
-        bounded("model", self, vocab_size=MOST_VOCABULARY, vocab_multiple=2**16, sequence=2**24, **sizes)
+        bounded("model", self, vocab_size=MOST_VOCABULARY, vocab_multiple=MOST_MULTIPLE, sequence=2**24, **sizes)
         positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
         positive("model", self, "rope_theta", "norm_epsilon")
+        pairs = 2 if self.family == "llama" else 1
+        fits = either(near(self.hidden // pairs, self.heads, lambda n: n % (self.kv_heads or n) == 0 and n <= 2**13))
+        hidden = f"model.hidden={multiples_near(pairs * self.heads, self.hidden)}"
         require(
             self.hidden % self.heads == 0,
             f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
-            f"{divisors_near(self.hidden, self.heads)} heads would fit",
+            f"{f'{fits} heads' if fits and self.hidden % pairs == 0 else hidden} would fit",
         )
         for name in ("kv_heads", "intermediate"):
             require(getattr(self, name) >= 0, f"model.{name} must not be negative, got {getattr(self, name)}")
         require(
             self.heads % self.key_value_heads == 0,
             f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
-            f"{divisors_near(self.heads, self.key_value_heads)} would fit",
+            f"{either(near(self.heads, self.key_value_heads, lambda n: pairs == 2 or n == self.heads))} would fit",
         )
         require(
             self.family == "llama" or self.key_value_heads == self.heads,
@@ -84,7 +88,7 @@ class ModelConfig:
         require(
             self.family == "gpt2" or self.head_dim % 2 == 0,
             f"model.family=llama turns pairs of a head's dimensions, and model.hidden={self.hidden} / "
-            f"model.heads={self.heads} leaves {self.head_dim} of them; an even number would work",
+            f"model.heads={self.heads} leaves {self.head_dim} of them; {hidden} would fit",
         )
         for name in ("embedding_dropout", "residual_dropout"):
             rate = getattr(self, name)
@@ -169,6 +173,13 @@ class ModelConfig:
         """Sizes that tensor parallelism splits evenly, by name."""
         names = ("heads", "hidden", "key_value_heads", "ffn", "padded_vocab")
         return {name: getattr(self, name) for name in names}
+
+    def vocabulary_for(self, tensor: int) -> str:
+        """Return the vocab_multiple with which `tensor` divides the model, as a phrase; "" if it does or cannot."""
+        others = [size for name, size in self.split_sizes.items() if name != "padded_vocab"]
+        multiple = math.lcm(self.vocab_multiple, tensor)
+        wrong = self.padded_vocab % tensor and not any(size % tensor for size in others) and multiple <= MOST_MULTIPLE
+        return f"model.vocab_multiple={multiple}" if wrong else ""
 
     def parameter_count(self) -> int:
         """Return the number of parameters as published, without the padding of the vocabulary."""

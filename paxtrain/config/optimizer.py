@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxtrain.config.checks import bounded, choice, divisors_near, positive, require
+from paxtrain.config.checks import bounded, choice, either, near, positive, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class OuterConfig:
         require(
             self.every % self.fragments == 0,
             f"outer.fragments={self.fragments} does not divide outer.every={self.every}; "
-            f"{divisors_near(self.every, self.fragments)} would fit",
+            f"{either(near(self.every, self.fragments, lambda d: self.overlap < self.every // d) or [1])} would fit",
         )
         between = self.every // self.fragments
         require(

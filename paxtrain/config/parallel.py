@@ -6,7 +6,7 @@ from typing import overload
 
 import numpy as np
 
-from paxtrain.config.checks import bounded, choice, counts, positive, require
+from paxtrain.config.checks import bounded, choice, counts, multiples_near, positive, require
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, ScheduleSpec, between_ends, names, spec_of
 
@@ -239,12 +239,10 @@ class BatchConfig:
         if self.data_micro_batches:
             return self._listed(data)
         per_round = data * self.micro_batch
-        below = self.global_batch // per_round * per_round
-        fits = f"{below} or {below + per_round}" if below else str(per_round)
         require(
             self.global_batch % per_round == 0,
             f"batch.global_batch={self.global_batch} is not divisible by mesh.data={data} x "
-            f"batch.micro_batch={self.micro_batch}; {fits} would fit",
+            f"batch.micro_batch={self.micro_batch}; {multiples_near(per_round, self.global_batch)} would fit",
         )
         return (self.global_batch // per_round,) * data
 

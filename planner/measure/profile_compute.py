@@ -37,6 +37,7 @@ def tensor_sizes(config: Config, per_host: int, chosen: Sequence[int]) -> tuple[
                 f"--tensor={size} must divide the {per_host} devices of a host and the model's "
                 f"{', '.join(f'{name}={size}' for name, size in model.split_sizes.items())}; "
                 f"{', '.join(map(str, fits))} would"
+                + (f", or this with {vocabulary}" if (vocabulary := model.vocabulary_for(size)) else "")
             )
     return tuple(chosen) or tuple(fits)
 

@@ -149,7 +149,9 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"tensor groups stay inside a host of {cluster.devices_per_host} devices"
     for name, size in model.split_sizes.items():
         if size % tensor:
-            return f"tensor={tensor} does not divide model.{name}={size}"
+            vocabulary = model.vocabulary_for(tensor)
+            fits = f"; {vocabulary} would fit" if vocabulary else ""
+            return f"tensor={tensor} does not divide model.{name}={size}{fits}"
     if pipe * changed["chunks"] > model.layers:
         return f"{pipe * changed['chunks']} virtual stages are more than the model's {model.layers} layers"
     if global_batch % (data * micro):

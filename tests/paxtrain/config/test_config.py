@@ -182,7 +182,7 @@ def test_values_of_one_section(section, values, words):
         ({"mesh": {"tensor": 3}}, ["model.heads=4", "mesh.tensor=3", "tensor=2 or 4"]),
         (
             {"model": {"vocab_multiple": 1}, "mesh": {"tensor": 2}},
-            ["padded_vocab=257", "mesh.tensor=2", "tensor=1 or 257"],
+            ["padded_vocab=257", "mesh.tensor=2", "model.vocab_multiple=2 would fit"],
         ),
         ({"mesh": {"data": 3}}, ["batch.global_batch=16", "mesh.data=3", "batch.micro_batch=2", "12 or 18"]),
         ({"batch": {"global_batch": 3, "micro_batch": 4}}, ["batch.global_batch=3", "batch.micro_batch=4", "4 would"]),
