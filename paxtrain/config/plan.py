@@ -85,7 +85,7 @@ class Plan:
         compress: compression of messages and gradients.
         hosts: names of the hosts in the order in which `device_order` counts their devices; empty: the order of
             the processes.
-        devices_per_host: devices of each host.
+        devices_per_host: devices of each host; 0, which needs empty `hosts`: not known.
         device_order: index into all hosts' devices, host after host, for every mesh position (row-major over data,
             pipe, tensor); empty: 0, 1, 2, ...
         outer: groups of data ranks that it is for; None: all train together. The configuration must have the same, or
@@ -115,6 +115,10 @@ class Plan:
             )
         if self.hosts and len(set(self.hosts)) != len(self.hosts):
             raise UserError(f"hosts must differ from each other, got {', '.join(self.hosts)}")
+        if self.devices_per_host < 0 or (self.devices_per_host and devices % self.devices_per_host):
+            raise UserError(
+                f"devices_per_host must divide the mesh's {devices} devices, or be 0, got {self.devices_per_host}"
+            )
         if self.hosts and len(self.hosts) * self.devices_per_host != devices:
             raise UserError(
                 f"{len(self.hosts)} hosts with devices_per_host={self.devices_per_host} have "

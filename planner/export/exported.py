@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paxtrain.config.plan import Plan
+from paxtrain.errors import UserError
 
 _RANK = """# Run a command as the rank that Open MPI started, on its device in ranks.csv: sh rank.sh COMMAND...
 table=$(dirname "$0")/ranks.csv
@@ -109,21 +110,33 @@ class MeshRanks:
         return f"{command}, on each host; N is its line in hostfile, from 0 on"
 
 
+def _made_up(count: int) -> tuple[str, ...]:
+    """Return names for the hosts of a plan that names none, as reports on such clusters have them."""
+    return tuple(f"host{n:0{len(str(count - 1))}}" for n in range(count))
+
+
 def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
     """Return the ranks of a plan.
 
     Args:
         plan: the plan.
         order: "data", "pipe" and "tensor" in the order in which a trainer counts ranks, slowest first.
+
+    Raises:
+        UserError: the plan does not say how many devices a host has.
     """
+    if not plan.devices_per_host:
+        raise UserError(
+            "the plan has devices_per_host=0, so its ranks have no hosts; plan anew, or write the number into the plan"
+        )
     mesh, axes = plan.mesh, ("data", "pipe", "tensor")
     shape = (mesh.data, mesh.pipe, mesh.tensor)
     devices = np.array(plan.device_order or range(mesh.devices)).reshape(shape)
     index = np.indices(shape)
     turned = [axes.index(axis) for axis in order]
     flat = devices.transpose(turned).ravel()
-    per_host = plan.devices_per_host or mesh.devices
-    names = plan.hosts or tuple(f"host{n}" for n in range(-(-mesh.devices // per_host)))
+    per_host = plan.devices_per_host
+    names = plan.hosts or _made_up(mesh.devices // per_host)
     positions = np.stack([x.transpose(turned).ravel() for x in index], axis=1)
     return MeshRanks(positions, flat // per_host, flat % per_host, names, per_host)
 
@@ -173,6 +186,7 @@ def common(plan: Plan) -> list[str]:
         )
     if plan.compress.backward.chosen != "none" or plan.compress.data.chosen != "none":
         found.append("compressed messages stay uncompressed, so the step takes longer than the plan says")
-    if not plan.hosts and plan.device_order and list(plan.device_order) != sorted(plan.device_order):
-        found.append("the plan's cluster has no names of hosts, so host0, host1, ... stand for those of its file")
+    if not plan.hosts:
+        made_up = ", ".join(_made_up(plan.mesh.devices // plan.devices_per_host)[:2])
+        found.append(f"the plan names no hosts, so {made_up} and so on stand for them; write yours in their place")
     return found

@@ -155,7 +155,7 @@ def decide(
     return Plan(
         **sections(candidate, layer_count, global_batch, compress, step.compressed[0]),
         hosts=real.hosts if real.named else (),
-        devices_per_host=real.devices_per_host if real.named else 0,
+        devices_per_host=real.devices_per_host,
         device_order=device_order(hosts, cluster.devices_per_host, candidate.tensor),
         outer=groups(candidate),
         predicted=predicted,

@@ -141,10 +141,10 @@ def why_not(plan: Plan, machines: Machines) -> str:
         gone = [host for host in plan.hosts if host not in machines.hosts]
         reasons += [f"{some(added)} {'is' if len(added) == 1 else 'are'} not in it"] * bool(added)
         reasons += [f"{some(gone)} of it {'is' if len(gone) == 1 else 'are'} not here"] * bool(gone)
-        if not reasons and plan.devices_per_host != machines.per_host:
-            reasons.append(f"it is for {plan.devices_per_host} devices on each of them, here are {machines.per_host}")
     elif devices != there:
         reasons.append(f"it is for {devices} devices, here are {there}")
+    if not reasons and plan.devices_per_host not in (0, machines.per_host):
+        reasons.append(f"it is for {plan.devices_per_host} devices on each host, here are {machines.per_host}")
     return ", and ".join(reasons)
 
 

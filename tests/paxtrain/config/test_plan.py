@@ -160,6 +160,8 @@ def test_a_plan_that_does_not_fit_the_model():
         ({"hosts": ["a", "b", "c"]}, ["3 hosts", "12 devices", "needs 8"]),
         ({"hosts": ["a", 2]}, ["hosts must be a list of str"]),
         ({"devices_per_host": 2}, ["2 hosts", "4 devices", "needs 8"]),
+        ({"hosts": [], "devices_per_host": 3}, ["devices_per_host must divide", "8 devices", "3"]),
+        ({"hosts": [], "devices_per_host": -4}, ["devices_per_host must divide", "-4"]),
         ({"devices_per_host": "4"}, ["devices_per_host must be a int", "'4'"]),
         ({"predicted": [1]}, ["predicted must be a dict", "[1]"]),
     ],

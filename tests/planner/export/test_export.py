@@ -14,6 +14,7 @@ import pytest
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.config import plan as plans
 from paxtrain.config.plan import Plan
+from paxtrain.errors import UserError
 from planner.export import maxtext, megatron, torchtitan
 from planner.export.exported import mesh_ranks
 from tests import mains
@@ -79,6 +80,29 @@ def test_a_hostfile_is_enough_if_the_ranks_of_each_host_follow_each_other():
     for one in (straight, side, crossed):
         lines = one.files["ranks.csv"].splitlines()
         assert len(lines) == 17 and len({line.split(",", 1)[1] for line in lines}) == 17
+
+
+@pytest.mark.parametrize("order", [range(16), [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15]])
+@pytest.mark.parametrize("trainer", [megatron, torchtitan, maxtext])
+def test_a_plan_that_names_no_hosts_keeps_its_placement(trainer, order):
+    named = trainer.export(
+        dataclasses.replace(plan(order), hosts=("host0", "host1", "host2", "host3")), MODEL, (8,) * 4
+    )
+    nameless = trainer.export(dataclasses.replace(plan(order), hosts=()), MODEL, (8,) * 4)
+    assert nameless.files == named.files and nameless.command == named.command
+    assert set(nameless.inexpressible) - set(named.inexpressible) == {
+        "the plan names no hosts, so host0, host1 and so on stand for them; write yours in their place"
+    }
+
+
+def test_a_hostfile_has_a_host_and_its_slots_a_line_as_mpi_reads_it():
+    two = dataclasses.replace(plan(), hosts=("n1", "n2"), devices_per_host=8)
+    assert megatron.export(two, MODEL, (8,) * 4).files["hostfile"] == "n1 slots=8\nn2 slots=8\n"
+
+
+def test_a_plan_that_does_not_know_its_hosts_is_refused():
+    with pytest.raises(UserError, match="devices_per_host=0, so its ranks have no hosts; plan anew"):
+        megatron.export(dataclasses.replace(plan(), hosts=(), devices_per_host=0), MODEL, (8,) * 4)
 
 
 def test_ranks_of_a_rankfile_get_their_variables(tmp_path):

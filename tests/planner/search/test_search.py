@@ -194,7 +194,8 @@ def test_a_plan_survives_its_file(tmp_path):
     )
     plans.save(plan, tmp_path / "plan.json")
     assert plans.load(tmp_path / "plan.json") == plan
-    assert plan.hosts == ()  # made up from a count, so the trainer takes hosts in any order
+    # The hosts are a count, so the trainer takes them in any order; launchers need to know how many devices each has.
+    assert plan.hosts == () and plan.devices_per_host == one.cluster.devices_per_host > 1
 
 
 def rows_that_change(one: Search, found: Found, changed: dict[str, str]) -> list[int]:

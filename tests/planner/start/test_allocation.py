@@ -22,7 +22,7 @@ NOW = 1_000_000_000.0
 
 def plan(*hosts: str, devices: int = 8, per_host: int = 2) -> Plan:
     mesh = MeshConfig(data=devices)
-    return Plan(mesh, PipelineConfig(), BatchConfig(), CompressConfig(), hosts, per_host if hosts else 0)
+    return Plan(mesh, PipelineConfig(), BatchConfig(), CompressConfig(), hosts, per_host)
 
 
 def machines(*hosts: str, per_host: int = 2, kind: str = "a100-80gb") -> Machines:
@@ -64,9 +64,11 @@ def test_the_order_of_nodes_does_not_matter():
         (plan("a", "b", "c", "d"), machines("a", "b", "c", "x"), "x is not in it, and d of it is not here"),
         (plan("a", "b", "c", "d"), machines("a", "b"), "c, d of it are not here"),
         (plan("a", "b", "c", "d"), machines("a", "b", "c", "d", "x", "y"), "x, y are not in it"),
-        (plan("a", "b", per_host=4), machines("a", "b"), "it is for 4 devices on each of them, here are 2"),
+        (plan("a", "b", per_host=4), machines("a", "b"), "it is for 4 devices on each host, here are 2"),
         (plan(devices=8), machines("a", "b"), "it is for 8 devices, here are 4"),
         (plan(devices=8), machines("a", "b", "c", "d"), ""),
+        (plan(devices=8, per_host=0), machines("a", "b", "c", "d"), ""),  # such a plan says nothing of hosts
+        (plan(devices=8, per_host=4), machines("a", "b", "c", "d"), "it is for 4 devices on each host, here are 2"),
     ],
 )
 def test_why_a_plan_is_not_for_these_nodes(planned, here, words):
