@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from paxtrain.config import ModelConfig
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 
@@ -171,8 +172,8 @@ def expected(plan: Plan, schedule: str) -> float | None:
     return seconds.get(schedule) if isinstance(seconds, dict) else None
 
 
-def common(plan: Plan) -> list[str]:
-    """Return what no other trainer does: sentences about the plan's batch, its compression and its placement."""
+def common(plan: Plan, model: ModelConfig) -> list[str]:
+    """Return what no other trainer does: sentences about the plan's batch, compression and placement, and the model."""
     found = []
     if plan.batch.data_micro_batches:
         found.append(
@@ -186,6 +187,8 @@ def common(plan: Plan) -> list[str]:
         )
     if plan.compress.backward.chosen != "none" or plan.compress.data.chosen != "none":
         found.append("compressed messages stay uncompressed, so the step takes longer than the plan says")
+    if padding := model.padded_vocab - model.vocab_size:
+        found.append(f"the {padding} rows that pad the vocabulary to {model.padded_vocab} take part in the softmax")
     if not plan.hosts:
         made_up = ", ".join(_made_up(plan.mesh.devices // plan.devices_per_host)[:2])
         found.append(f"the plan names no hosts, so {made_up} and so on stand for them; write yours in their place")

@@ -30,7 +30,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
         variables = f"JAX_COORDINATOR_IP={where.first} JAX_COORDINATOR_PORT=29500 NNODES={where.nodes} NODE_RANK=N"
         start = f"{variables} {program}, on each host; N is its line in hostfile, from 0 on"
     schedule = "" if plan.mesh.pipe > 1 else "1f1b"
-    said = (*common(plan), *_inexpressible(plan, layers))
+    said = (*common(plan, model), *_inexpressible(plan, layers), *_otherwise(model))
     return Exported("MaxText 0.2.5", {"maxtext.args": text, **where.files()}, start, schedule, said)
 
 
@@ -52,10 +52,13 @@ def _model(model: ModelConfig) -> dict[str, object]:
         "mlp_activations": '["silu","linear"]' if llama else '["gelu"]',
         "vocab_size": model.padded_vocab,
         "logits_via_embedding": model.tied_head,
+        "normalize_embedding_logits": False,  # else a tied head's logits are divided by sqrt(hidden)
         "max_target_length": model.sequence,
         "normalization_layer_epsilon": model.norm_epsilon,
-        **({"rope_max_timescale": round(model.rope_theta)} if llama else {}),
+        **({"rope_max_timescale": round(model.rope_theta)} if llama else {"trainable_position_size": model.sequence}),
         "dtype": model.dtype,
+        "reset_attention_mask": model.separator >= 0,
+        **({"mmap_eod_id": model.separator, "packing_max_segments_per_sample": 0} if model.separator >= 0 else {}),
     }
 
 
@@ -104,4 +107,21 @@ def _inexpressible(plan: Plan, layers: tuple[int, ...]) -> list[str]:
             )
     if plan.pipeline.save in ("inputs", "dots"):
         found.append(f"save={plan.pipeline.save} becomes remat_policy={_REMAT[plan.pipeline.save]}, which comes near")
+    return found
+
+
+def _otherwise(model: ModelConfig) -> list[str]:
+    """Return what MaxText does otherwise than the model."""
+    found = []
+    if model.embedding_dropout or model.residual_dropout:
+        found.append("MaxText drops the same values of all tokens, and at other places, so it trains without dropout")
+    if model.tied_head and model.dtype == "float32":
+        found.append("MaxText rounds the table of a tied head to bfloat16, in float32, too")
+    if model.separator >= 0:
+        found.append(f"documents are those of MaxText's data set; in those of type mmap {model.separator} ends them")
+    else:
+        found.append("MaxText keeps attention within the documents of its data set, unless that is of type mmap")
+    if model.family == "llama" and model.rope_theta % 1:
+        whole = round(model.rope_theta)
+        found.append(f"rope_max_timescale is a whole number, so it is {whole}, not {model.rope_theta}")
     return found

@@ -33,7 +33,8 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     variables = "CUDA_DEVICE_MAX_CONNECTIONS=1" if plan.mesh.tensor > 1 else ""
     start = where.torchrun("pretrain_gpt.py $(cat megatron.args) ...", variables)
     schedule = "interleaved_1f1b" if plan.pipeline.virtual_stages > 1 else "1f1b"
-    return Exported("Megatron-LM core_v0.19.2", files, start, schedule, (*common(plan), *_inexpressible(plan, model)))
+    said = (*common(plan, model), *_inexpressible(plan, model))
+    return Exported("Megatron-LM core_v0.19.2", files, start, schedule, said)
 
 
 def _model(model: ModelConfig) -> list[str]:
@@ -46,7 +47,7 @@ def _model(model: ModelConfig) -> list[str]:
         f"--seq-length {model.sequence}",
         f"--max-position-embeddings {model.sequence}",
         f"--norm-epsilon {model.norm_epsilon:g}",
-        f"--make-vocab-size-divisible-by {model.vocab_multiple}",
+        f"--padded-vocab-size {model.padded_vocab}",
         "--attention-dropout 0.0",
         f"--hidden-dropout {model.residual_dropout}",
     ]
@@ -54,7 +55,9 @@ def _model(model: ModelConfig) -> list[str]:
         lines += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
     if model.family == "llama":
         lines += ["--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope"]
-        lines += [f"--rotary-base {model.rope_theta:.0f}"]
+        lines += [f"--rotary-base {round(model.rope_theta)}"]
+    if model.separator >= 0:
+        lines.append("--dataloader-inter-document-masking")
     if not model.tied_head:
         lines.append("--untie-embeddings-and-output-weights")
     return [*lines, *(["--bf16"] if model.dtype == "bfloat16" else [])]
@@ -105,4 +108,8 @@ def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
         found.append(f"save={plan.pipeline.save} {_SAVES[plan.pipeline.save]}")
     if model.embedding_dropout != model.residual_dropout:
         found.append("there is one --hidden-dropout for the embedding and the residual branches")
+    if model.separator >= 0:
+        found.append(f"documents are those of Megatron-LM's data set, whether or not {model.separator} begins them")
+    if model.family == "llama" and model.rope_theta % 1:
+        found.append(f"--rotary-base is a whole number, so it is {round(model.rope_theta)}, not {model.rope_theta}")
     return found

@@ -1,24 +1,45 @@
 """A plan as a configuration for torchtitan, in Python as torchtitan 0.3 takes it.
 
-Ranks count tensor fastest, then data, then pipe.
+Ranks count tensor fastest, then data, then pipe. torchtitan's own configurations have sizes, rotary angles and a head
+of their own, so the model is written out; everything else is that of its Llama 3 of 8B.
 
 References:
-    pytorch/torchtitan, torchtitan/config/configs.py and torchtitan/distributed/pipeline_parallel.py, 0.3.0.
+    pytorch/torchtitan, torchtitan/config/configs.py, torchtitan/models/llama3/__init__.py and
+    torchtitan/distributed/pipeline_parallel.py, 0.3.0.
 """
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.plan import Plan
+from paxtrain.errors import UserError
 from planner.export.exported import Exported, common, mesh_ranks
 
-# Layers, hidden size, feed-forward part, heads and those of keys of torchtitan's models, and their configurations.
-_FLAVORS = {
-    (32, 4096, 14336, 32, 8): "llama3_8b",
-    (80, 8192, 28672, 64, 8): "llama3_70b",
-    (126, 16384, 53248, 128, 8): "llama3_405b",
-}
-_VOCABULARY = 128256  # of all of them
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
 _RECOMPUTED = {"inputs": "FullAC", "layer_inputs": "FullAC", "dots": "SelectiveAC", "residuals": None}
+_MODEL = """
+
+def model():
+    layers = llama3._build_llama3_layers(
+        n_layers={model.layers},
+        dim={model.hidden},
+        n_heads={model.heads},
+        n_kv_heads={model.key_value_heads},
+        hidden_dim={model.ffn},
+        rope=ComplexRoPE.Config(dim={model.head_dim}, max_seq_len={model.sequence}, theta={model.rope_theta}),
+        attn_backend="flex",
+    )
+    for layer in layers:
+        layer.attention_norm.eps = layer.ffn_norm.eps = {model.norm_epsilon}
+    dim, vocab = {model.hidden}, {model.padded_vocab}
+    return llama3.Llama3Model.Config(
+        dim=dim,
+        vocab_size=vocab,
+        enable_weight_tying={tied},
+        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=llama3.{init}),
+        norm=RMSNorm.Config(normalized_shape=dim, eps={model.norm_epsilon}, param_init=llama3._NORM_INIT),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=llama3._output_linear_init(dim)),
+        layers=layers,
+    )
+"""
 
 
 def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
@@ -28,12 +49,18 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
         plan: the plan.
         model: the model that it is for.
         layers: layers of each virtual stage, in the order of the model.
+
+    Raises:
+        UserError: the model is no Llama.
     """
+    if model.family != "llama":
+        raise UserError(f"torchtitan has no model of the family {model.family}; --to=megatron or maxtext would work")
     where = mesh_ranks(plan, ("pipe", "data", "tensor"))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}
-    start = where.torchrun("-m torchtitan.train --module torchtitan_plan --config planned", "PYTHONPATH=.")
+    program = "-m torchtitan.train --module torchtitan_plan --config planned --hf_assets_path=..."
+    start = where.torchrun(program, "PYTHONPATH=.")
     schedule = plan.pipeline.schedule_key if plan.mesh.pipe > 1 and plan.pipeline.schedule_key in _SCHEDULES else "1f1b"
-    return Exported("torchtitan 0.3.0", files, start, schedule, (*common(plan), *_inexpressible(plan, model)))
+    return Exported("torchtitan 0.3.0", files, start, schedule, (*common(plan, model), *_inexpressible(plan, model)))
 
 
 def modules(layers: tuple[int, ...]) -> list[list[str]]:
@@ -47,10 +74,14 @@ def modules(layers: tuple[int, ...]) -> list[list[str]]:
     return found
 
 
+def _tied(plan: Plan, model: ModelConfig) -> bool:
+    """Return whether the head uses the embedding's table, which torchtitan refuses with stages."""
+    return model.tied_head and plan.mesh.pipe == 1
+
+
 def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> str:
     """Return the Python file that torchtitan imports."""
-    mesh, batch = plan.mesh, plan.batch
-    flavor = _flavor(model) or "llama3_8b"
+    mesh, batch, tied = plan.mesh, plan.batch, _tied(plan, model)
     shard, replicate = (mesh.data, 1) if mesh.zero1 else (1, mesh.data)
     recomputed = _RECOMPUTED[plan.pipeline.save]
     local = batch.global_batch // mesh.data if mesh.pipe > 1 else batch.micro_batch
@@ -59,14 +90,20 @@ def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> s
         "",
         "from torchtitan.config import ParallelismConfig",
         *([f"from torchtitan.distributed.activation_checkpoint import {recomputed}"] if recomputed else []),
-        f"from torchtitan.models.llama3.config_registry import {flavor}",
+        "from torchtitan.models import llama3",
+        "from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm",
+        "from torchtitan.models.llama3.config_registry import llama3_8b",
+        *_MODEL.format(model=model, tied=tied, init=f"_EMBEDDING_{'SKIP_' * tied}INIT").splitlines(),
         "",
         "",
         "def planned():",
-        f"    config = {flavor}()",
+        "    config = llama3_8b()",
+        '    config.model_spec.flavor, config.model_spec.model = "planned", model()',
+        f"    config.loss.loss_fn.global_vocab_size = {model.padded_vocab}",
         f"    config.training.local_batch_size = {local}",
         f"    config.training.global_batch_size = {batch.global_batch}",
         f"    config.training.seq_len = {model.sequence}",
+        f'    config.training.mixed_precision_param = "{model.dtype}"',
         *(["    config.training.disable_cuda_graphs = True"] if mesh.pipe > 1 else []),  # pipelines need it
         "    config.parallelism = ParallelismConfig(",
         f"        data_parallel_replicate_degree={replicate},",
@@ -88,23 +125,14 @@ def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> s
     return "\n".join([*lines, "    )", f"    config.activation_checkpoint = {kept}", "    return config", ""])
 
 
-def _flavor(model: ModelConfig) -> str | None:
-    """Return the name of torchtitan's configuration of a model, or None if it has none."""
-    sizes = (model.layers, model.hidden, model.ffn, model.heads, model.key_value_heads)
-    return _FLAVORS.get(sizes) if model.family == "llama" and not model.tied_head else None
-
-
 def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
     found = []
-    if _flavor(model) is None:
-        found.append(
-            f"torchtitan has no model of {model.layers} layers of size {model.hidden} ({model.family}) with these "
-            "heads and this feed-forward part; add its flavor, and put its configuration in the place of llama3_8b"
-        )
-    elif model.vocab_size != _VOCABULARY:
-        found.append(f"torchtitan's model has a vocabulary of {_VOCABULARY}, not {model.vocab_size}")
-    if _flavor(model) == "llama3_405b":
-        found.append("torchtitan's llama3_405b multiplies in float8 by torchao, and steps take less than the plan says")
+    if model.tied_head and not _tied(plan, model):
+        found.append("torchtitan ties no head to the embedding with stages, so the head has a table of its own")
+    if model.embedding_dropout or model.residual_dropout:
+        found.append("torchtitan has no dropout, so it trains without")
+    if model.separator < 0:
+        found.append("torchtitan keeps attention within the documents of its data set, not within whole samples")
     asked = plan.pipeline.schedule_key
     if plan.mesh.pipe > 1 and asked not in _SCHEDULES:
         found.append(f"torchtitan runs 1F1B instead of {asked}, so its transfers are exposed differently")

@@ -158,13 +158,14 @@ def test_megatron_gets_uneven_stages_as_a_layout():
 
 
 def test_what_megatron_does_otherwise_is_told():
-    assert megatron.export(plan(), MODEL, (8,) * 4).inexpressible == ()
+    assert megatron.export(plan(), dataclasses.replace(MODEL, vocab_size=256), (8,) * 4).inexpressible == ()
     eager = megatron.export(plan(schedule="eager_1f1b", save="dots"), MODEL, (8,) * 4).inexpressible
     assert any("1F1B instead of eager_1f1b" in words for words in eager) and any(
         "save=dots" in words for words in eager
     )
     small = dataclasses.replace(plan(), compress=compression(data_stages="0", data_rank=8))
     assert "uncompressed" in megatron.export(small, MODEL, (8,) * 4).inexpressible[0]
+    assert "the 127 rows that pad the vocabulary to 384 take part in the softmax" in eager
 
 
 # --- torchtitan and MaxText -------------------------------------------------------------------------------------------
@@ -176,10 +177,22 @@ def test_torchtitan_gets_a_configuration_that_runs(monkeypatch, tmp_path):
     class Recorded(types.SimpleNamespace):
         pass
 
-    made = Recorded(training=Recorded())
+    def layer(**sizes):
+        return Recorded(**sizes, attention_norm=Recorded(), ffn_norm=Recorded())
+
+    built = types.SimpleNamespace(Config=Recorded)
+    llama3 = types.SimpleNamespace(
+        Llama3Model=built,
+        _build_llama3_layers=lambda n_layers, **sizes: [layer(**sizes) for _ in range(n_layers)],
+        _output_linear_init=lambda dim: dim**-0.5,
+        **{name: name for name in ("_EMBEDDING_INIT", "_EMBEDDING_SKIP_INIT", "_NORM_INIT")},
+    )
+    made = Recorded(training=Recorded(), model_spec=Recorded(), loss=Recorded(loss_fn=Recorded()))
     stand_ins = {
         "torchtitan.config": {"ParallelismConfig": Recorded},
         "torchtitan.distributed.activation_checkpoint": {"FullAC": Recorded(Config=lambda: "full")},
+        "torchtitan.models": {"llama3": llama3},
+        "torchtitan.models.common": dict.fromkeys(("ComplexRoPE", "Embedding", "Linear", "RMSNorm"), built),
         "torchtitan.models.llama3.config_registry": {"llama3_8b": lambda: made},
     }
     for name, attributes in stand_ins.items():
@@ -189,8 +202,17 @@ def test_torchtitan_gets_a_configuration_that_runs(monkeypatch, tmp_path):
     path.write_text(found.files["torchtitan_plan.py"])
     config = runpy.run_path(str(path))["planned"]()
     assert config.training == Recorded(
-        local_batch_size=32, global_batch_size=64, seq_len=8192, disable_cuda_graphs=True
+        local_batch_size=32,
+        global_batch_size=64,
+        seq_len=8192,
+        disable_cuda_graphs=True,
+        mixed_precision_param="bfloat16",
     )
+    made_model = config.model_spec.model
+    assert len(made_model.layers) == 32 and {each.attention_norm.eps for each in made_model.layers} == {1e-5}
+    rope = Recorded(dim=128, max_seq_len=8192, theta=10_000.0)
+    assert made_model.layers[0].rope == rope and made_model.layers[0].hidden_dim == 14336
+    assert not made_model.enable_weight_tying and config.loss.loss_fn.global_vocab_size == 384
     p = config.parallelism
     assert (p.data_parallel_shard_degree, p.pipeline_parallel_degree, p.tensor_parallel_degree) == (2, 4, 2)
     assert p.pipeline_parallel_schedule == "1F1B" and p.pipeline_parallel_microbatch_size == 2
@@ -202,8 +224,9 @@ def test_torchtitan_gets_a_configuration_that_runs(monkeypatch, tmp_path):
     ] and config.activation_checkpoint == "full"
     layers = [name for names in p.module_fqns_per_model_part for name in names if name.startswith("layers.")]
     assert layers == [f"layers.{n}" for n in range(32)]
-    gpt2 = torchtitan.export(plan(), ModelConfig(layers=32), (8,) * 4).inexpressible
-    assert any("has no model of 32 layers" in words for words in gpt2)
+    assert any("head has a table of its own" in words for words in found.inexpressible)  # MODEL ties it
+    with pytest.raises(UserError, match="no model of the family gpt2; --to=megatron or maxtext would work"):
+        torchtitan.export(plan(), ModelConfig(layers=32), (8,) * 4)
 
 
 def test_maxtext_gets_settings_that_multiply_up():
@@ -231,7 +254,7 @@ def test_the_command_writes_the_files_and_says_what_is_wrong_in_one_sentence(mon
     main = mains.load("planner.export.__main__")
     made = dataclasses.replace(plan(schedule="eager_1f1b"), mesh=MeshConfig(2, 4, 2, True, False))
     plans.save(made, tmp_path / "plan.json")
-    base = ["--model=configs/gpt_1_3b.py", f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'out'}"]
+    base = ["--model=configs/llama_7b.py", f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'out'}"]
     for to, name in (("megatron", "megatron.args"), ("torchtitan", "torchtitan_plan.py"), ("maxtext", "maxtext.args")):
         assert mains.run(monkeypatch, main, *base, f"--to={to}") == 0
         said = capsys.readouterr().out
@@ -246,7 +269,7 @@ def test_the_command_writes_the_files_and_says_what_is_wrong_in_one_sentence(mon
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
 def test_the_command_says_which_step_to_expect_of_the_trainers_schedule(monkeypatch, capsys, tmp_path):
     main = mains.load("planner.export.__main__")
-    base = ["--model=configs/gpt_1_3b.py", f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'out'}"]
+    base = ["--model=configs/llama_7b.py", f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'out'}"]
     words = "expect  1.234 s a step of 1f1b, if ops begin as soon as their messages are there\n"
     # Megatron-LM runs 1F1B in the place of either; torchtitan has gpipe, and MaxText a schedule of its own.
     for schedule, runs_it in (("eager_1f1b", ("megatron", "torchtitan")), ("gpipe", ("megatron",))):

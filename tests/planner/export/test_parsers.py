@@ -8,10 +8,16 @@ import json
 import pathlib
 import subprocess
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments.environment import Environment
-from paxtrain.config import BatchConfig
+from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
+from paxtrain.config.plan import Plan
+from paxtrain.huggingface import architectures
+from paxtrain.model import transformer
 from planner.export import maxtext, megatron, torchtitan
 from tests.planner.export import cases
 from tests.planner.export.cases import DEVICES, GPT2, LLAMA, Case
@@ -25,13 +31,15 @@ ALL = [*cases.cases(LLAMA), *cases.cases(GPT2)]
 LLAMAS = ALL[: cases.COUNT]  # torchtitan has no GPT-2
 
 
-def ask(trainer: str, texts: list[str], folder: pathlib.Path, devices: int = DEVICES) -> list[dict]:
-    """Return what a trainer's parser makes of each text, in its own process."""
+def ask(trainer: str, texts: list[str], folder: pathlib.Path, devices: int = DEVICES, arrays=()) -> list[dict]:
+    """Return what a trainer's parser makes of each text, or of its model with a file of arrays, in its own process."""
     environment = ENVIRONMENTS[trainer]
     if environment.python is None:
         needs = ", ".join(environment.dependencies)
         pytest.skip(f"there is no environment with {needs} in {environment.folder}; make exports makes it")
-    (folder / "cases.json").write_text(json.dumps([{"text": text, "devices": devices} for text in texts]))
+    cases = [{"text": text, "devices": devices} for text in texts]
+    with_arrays = [case | {"arrays": str(path)} for case, path in zip(cases, arrays)]
+    (folder / "cases.json").write_text(json.dumps(with_arrays or cases))
     command = [environment.python, "-W", "ignore", environment.script, folder / "cases.json", folder / "answers.json"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -100,7 +108,9 @@ def test_megatron_understands_all_plans(megatrons):
         assert found["sizes"] == [model.layers, model.hidden, model.ffn, model.heads]
         assert found["kv_heads"] == model.key_value_heads and found["gated"] == (model.family == "llama")
         assert found["norm_epsilon"] == model.norm_epsilon and found["tied"] == model.tied_head
-        assert found["dtype"] == model.dtype
+        assert found["dtype"] == model.dtype and found["vocab"] == model.padded_vocab
+        assert found["rotary"] == (model.rope_theta if model.family == "llama" else None)
+        assert found["dropout"] == [model.residual_dropout, 0] and not found["documents_apart"]
         whole = {"inputs": max(case.layers), "layer_inputs": 1}.get(case.plan.pipeline.save)
         recompute = {"dots": ["selective", None, None], "residuals": [None, None, None]}
         assert found["recompute"] == recompute.get(case.plan.pipeline.save, ["full", "uniform", whole])
@@ -143,23 +153,14 @@ def test_torchtitan_understands_all_plans(torchtitans):
         assert found["zero1"] == (mesh.zero1 and mesh.data > 1) and found["sequence"] == case.model.sequence
         recomputed = {"dots": "SelectiveAC.Config", "residuals": None}.get(pipeline.save, "FullAC.Config")
         assert found["recompute"] == recomputed
+        model = case.model
+        heads = [model.heads, model.key_value_heads]
+        assert found["sizes"] == [model.layers, model.hidden, model.ffn, *heads, model.padded_vocab]
+        assert found["rope"] == [model.rope_theta, "none"] and found["norm_epsilon"] == [model.norm_epsilon]
+        assert (found["tied"], found["dtype"]) == (model.tied_head, model.dtype)
         if mesh.pipe > 1:
             interleaved = pipeline.schedule == "interleaved_1f1b"
             assert found["schedule"] == ("Interleaved1F1B" if interleaved else "1F1B")
-
-
-def test_torchtitan_has_the_models_that_exports_name(tmp_path):
-    sizes = ((32, 4096, 14336, 32, 8), (80, 8192, 28672, 64, 8), (126, 16384, 53248, 128, 8))
-    names = ("layers", "hidden", "intermediate", "heads", "kv_heads")
-    plain = next(c for c in LLAMAS if c.plan.mesh.pipe == 1)
-    models = [dataclasses.replace(LLAMA, **dict(zip(names, each))) for each in sizes]
-    named = [Case(plain.plan, model, (model.layers,)) for model in models]
-    *found, largest = ask("torchtitan", [text("torchtitan", case) for case in named], tmp_path)
-    assert [tuple(each["sizes"]) for each in found] == [(*each, LLAMA.vocab_size) for each in sizes[:2]]
-    told = [" ".join(export("torchtitan", case).inexpressible) for case in named]
-    assert not any("no model" in words or "vocabulary" in words for words in told)
-    # The environment has no torchao, which the largest needs.
-    assert "torchao" in largest["refused"] and ["torchao" in words for words in told] == [False, False, True]
 
 
 def test_torchtitan_refuses_what_is_wrong(tmp_path):
@@ -227,3 +228,88 @@ def test_maxtext_refuses_micro_batches_that_the_export_says_it_refuses(tmp_path)
     for case, each in zip(odd, found, strict=True):
         assert any("refuses micro-batches" in words for words in export("maxtext", case).inexpressible)
         assert "must be divisible by the number of" in each["refused"]
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+SMALL = ModelConfig(vocab_size=256, layers=3, hidden=64, heads=4, sequence=32, dtype="float32")
+SMALL_LLAMA = dataclasses.replace(SMALL, family="llama", kv_heads=2, intermediate=96, rope_theta=5e5, norm_epsilon=1e-3)
+SMALL_MODELS = {
+    "gpt2": SMALL,
+    "gpt2 with a head": dataclasses.replace(SMALL, tied_head=False),
+    "llama": SMALL_LLAMA,
+    "llama with a head": dataclasses.replace(SMALL_LLAMA, tied_head=False),
+    "llama with documents": dataclasses.replace(SMALL_LLAMA, tied_head=False, separator=0),
+    "gpt2 with documents": dataclasses.replace(SMALL, tied_head=False, separator=0),
+}
+ALONE = Plan(MeshConfig(), PipelineConfig("1f1b", save="residuals"), BatchConfig(2, 2), CompressConfig(), ("a",), 1)
+
+
+def weights_and_tokens(model: ModelConfig):
+    """Return random weights, none of them zero or one, and tokens [2, S + 1]; a few of them begin documents."""
+    random = np.random.default_rng(1)
+    drawn = transformer.init(model, jax.random.key(0))
+    params = jax.tree.map(lambda w: w + 0.1 * random.standard_normal(w.shape, np.float32), drawn)
+    tokens = random.integers(1, model.vocab_size, (2, model.sequence + 1))
+    tokens[:, [0, 9, 20]] = 0
+    return params, tokens
+
+
+def arrays_of(model: ModelConfig, path: pathlib.Path) -> pathlib.Path:
+    """Write a model's tokens, their positions in their documents, and its weights by transformers' names."""
+    params, tokens = weights_and_tokens(model)
+    index = np.broadcast_to(np.arange(model.sequence), (2, model.sequence))
+    starts = np.maximum.accumulate(np.where(tokens[:, :-1] == model.separator, index, 0), axis=1)
+    np.savez(path, tokens=tokens, positions=index - starts, **architectures.weights(jax.device_get(params), model))
+    return path
+
+
+def difference(found: dict, model: ModelConfig, params, tokens) -> float:
+    """Return the largest difference of a trainer's loss and logits from ours."""
+    assert "refused" not in found, found
+    loss, logits = transformer.loss(params, tokens, model), transformer.logits(params, tokens[:, :-1], model)
+    assert 1 < np.abs(logits).max() < 100
+    return max(abs(found["loss"] - float(loss)), np.abs(np.array(found["logits"]) - logits).max())
+
+
+WRONG = {
+    "maxtext": [
+        ("gpt2", "normalize_embedding_logits=false", "normalize_embedding_logits=true"),
+        ("llama", "normalize_embedding_logits=false", "normalize_embedding_logits=true"),
+        ("llama with a head", "rope_max_timescale=500000", "rope_max_timescale=10000"),
+        ("llama with a head", "epsilon=0.001", "epsilon=1e-05"),
+        ("gpt2 with a head", "dtype=float32", "dtype=bfloat16"),
+        ("gpt2 with a head", '["gelu"]', '["relu"]'),
+    ],
+    "torchtitan": [
+        ("llama", "theta=500000.0", "theta=10000.0"),
+        ("llama", "theta=500000.0", 'theta=5e5, scaling="llama", original_max_position_embeddings=32'),
+        ("llama", ".eps = 0.001", ".eps = 1e-05"),
+        ("llama", 'mixed_precision_param = "float32"', 'mixed_precision_param = "bfloat16"'),
+    ],
+}
+
+
+@pytest.mark.parametrize("trainer", WRONG)
+def test_a_trainers_own_model_computes_what_ours_does(trainer, tmp_path):
+    """Loss and logits of the same weights and tokens are ours, and are not with a setting that is wrong."""
+    families = ("gpt2", "llama") if trainer == "maxtext" else ("llama",)
+    models = {name: model for name, model in SMALL_MODELS.items() if model.family in families}
+    exports = {name: TRAINERS[trainer].export(ALONE, model, (model.layers,)) for name, model in models.items()}
+    texts = {name: exported.files[FILES[trainer]] for name, exported in exports.items()}
+    paths = {name: arrays_of(model, tmp_path / f"{name}.npz") for name, model in models.items()}
+    assert all(texts[name].count(right) == 1 for name, right, _ in WRONG[trainer])
+    changed = [texts[name].replace(right, wrong) for name, right, wrong in WRONG[trainer]]
+    files = [*paths.values(), *(paths[name] for name, _, _ in WRONG[trainer])]
+    found = ask(trainer, [*texts.values(), *changed], tmp_path, 1, files)
+    for (name, model), computed in zip(models.items(), found):
+        params, tokens = weights_and_tokens(model)
+        if trainer == "maxtext" and model.tied_head:
+            assert any("rounds the table of a tied head to bfloat16" in words for words in exports[name].inexpressible)
+            assert difference(computed, model, params, tokens) > 1e-3
+            token = params["embedding"]["token"]
+            rounded = jnp.stack([token, token.astype(jnp.bfloat16).astype(jnp.float32)])
+            params["embedding"]["token"], model = rounded, dataclasses.replace(model, tied_head=False)
+        assert difference(computed, model, params, tokens) < 2e-5, name
+    for (name, _, wrong), computed in zip(WRONG[trainer], found[len(models) :], strict=True):
+        assert difference(computed, models[name], *weights_and_tokens(models[name])) > 1e-2, wrong

@@ -15,6 +15,10 @@
 #     "pillow==13.0.0",
 #     "pydantic==2.14.4",
 #     "qwix==0.1.8",
+#     "sentencepiece==0.2.3",
+#     "sympy==1.14.0",
+#     "tiktoken==0.14.0",
+#     "tokamax==0.0.17",
 #     "transformers==5.24.0",
 # ]
 # ///
@@ -23,8 +27,9 @@
     python parse_maxtext.py CASES ANSWERS
 
 CASES is a JSON list of {"text", "devices"}; ANSWERS becomes a list of what each was understood as, or {"refused"}.
-All cases have the same number of devices, which are virtual ones of the CPU. The dependencies are what pyconfig and the
-mesh import, a part of what training needs.
+All cases have the same number of devices, which are virtual ones of the CPU. Beside a case's "arrays" its model has
+those weights, and computes loss and logits. The dependencies are what pyconfig, the mesh and the model import, which
+is a part of what training needs.
 """
 
 import json
@@ -32,22 +37,124 @@ import os
 import pathlib
 import sys
 
+import numpy as np
+
 # What a plan says nothing about. MaxText would wait for other processes.
 OTHERS = ["run_name=checked", "dataset_type=synthetic", "skip_jax_distributed_system=true", "log_config=false"]
+_LLAMA_LAYER = (
+    *("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+)
 
 
-def understood(text: str, devices: int) -> dict:
-    """Return what the settings mean to MaxText."""
+def _heads(kernel: np.ndarray, heads: int) -> np.ndarray:
+    """Return a kernel [H, N * D], or a bias [N * D], with its heads apart."""
+    return kernel.reshape(*kernel.shape[:-1], heads, -1)
+
+
+def _llama(arrays: dict[str, np.ndarray], config) -> dict[str, np.ndarray]:
+    """Return the weights of a Llama by MaxText's paths, from those by transformers' names."""
+    query, key = config.num_query_heads, config.num_kv_heads
+    found = {
+        "token_embedder/embedding": arrays["model.embed_tokens.weight"],
+        "decoder/decoder_norm/scale": arrays["model.norm.weight"],
+    }
+    if "lm_head.weight" in arrays:
+        found["decoder/logits_dense/kernel"] = arrays["lm_head.weight"].T
+    for layer in range(config.num_decoder_layers):
+        of = {name: arrays[f"model.layers.{layer}.{name}.weight"].T for name in _LLAMA_LAYER}
+        found |= {
+            f"decoder/layers_{layer}/{name}": array
+            for name, array in {
+                "pre_self_attention_layer_norm/scale": of["input_layernorm"],
+                # The reciprocal root of the heads' size lies in the query's weights.
+                "self_attention/query/kernel": _heads(of["self_attn.q_proj"], query) / np.sqrt(config.head_dim),
+                "self_attention/key/kernel": _heads(of["self_attn.k_proj"], key),
+                "self_attention/value/kernel": _heads(of["self_attn.v_proj"], key),
+                "self_attention/out/kernel": of["self_attn.o_proj"].reshape(query, -1, config.emb_dim),
+                "post_self_attention_layer_norm/scale": of["post_attention_layernorm"],
+                "mlp/wi_0/kernel": of["mlp.gate_proj"],
+                "mlp/wi_1/kernel": of["mlp.up_proj"],
+                "mlp/wo/kernel": of["mlp.down_proj"],
+            }.items()
+        }
+    return found
+
+
+def _gpt3(arrays: dict[str, np.ndarray], config) -> dict[str, np.ndarray]:
+    """Return the weights of a GPT-2 by MaxText's paths; scales of its norms are stored less 1."""
+    heads = config.num_query_heads
+    found = {
+        "token_embedder/embedding": arrays["transformer.wte.weight"],
+        "decoder/position_embedder/embedding": arrays["transformer.wpe.weight"],
+        "decoder/decoder_norm/scale": arrays["transformer.ln_f.weight"] - 1,
+        "decoder/decoder_norm/bias": arrays["transformer.ln_f.bias"],
+    }
+    if "lm_head.weight" in arrays:
+        found["decoder/logits_dense/kernel"] = arrays["lm_head.weight"].T
+    for layer in range(config.num_decoder_layers):
+        here, there = f"transformer.h.{layer}", f"decoder/layers_{layer}"
+        norms = {"ln_1": "pre_self_attention_norm", "ln_2": "mlp/mlp_layer_norm"}
+        for part, name in (("weight", "kernel"), ("bias", "bias")):
+            for norm, path in norms.items():
+                found[f"{there}/{path}/{'scale' if part == 'weight' else part}"] = arrays[f"{here}.{norm}.{part}"] - (
+                    part == "weight"
+                )
+            queries_keys_values = np.split(arrays[f"{here}.attn.c_attn.{part}"], 3, axis=-1)
+            for path, array in zip(("query", "key", "value"), queries_keys_values, strict=True):
+                found[f"{there}/self_attention/{path}/{name}"] = _heads(array, heads)
+            out = arrays[f"{here}.attn.c_proj.{part}"]
+            found[f"{there}/self_attention/out/{name}"] = out if out.ndim == 1 else out.reshape(heads, -1, out.shape[1])
+            found[f"{there}/mlp/wi/{name}"] = arrays[f"{here}.mlp.c_fc.{part}"]
+            found[f"{there}/mlp/wo/{name}"] = arrays[f"{here}.mlp.c_proj.{part}"]
+    return found
+
+
+def numbers(config, mesh, path: str) -> dict:
+    """Return loss and logits of the model.
+
+    Args:
+        config: MaxText's configuration.
+        mesh: mesh of one device.
+        path: an .npz of `tokens` [B, S + 1], `positions` [B, S] and the weights by transformers' names.
+    """
     import jax
-    import numpy as np
+    from flax import nnx
+    from maxtext.models.models import Transformer
+    from maxtext.utils import max_utils
+
+    arrays = dict(np.load(path))
+    tokens, positions = arrays.pop("tokens"), arrays.pop("positions")
+    weights = (_llama if config.decoder_block.value == "llama2" else _gpt3)(arrays, config)
+    with mesh:
+        model = Transformer(config, mesh, quant=None, rngs=nnx.Rngs(params=0, dropout=1))
+        found = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        assert {"/".join(map(str, path)) for path, _ in found} == set(weights)
+        for path, parameter in found:
+            array = weights["/".join(map(str, path))]
+            assert parameter.shape == array.shape, (path, parameter.shape, array.shape)
+            parameter[...] = array.astype(np.float32)
+        segments = np.cumsum(positions == 0, axis=1)
+        logits = model(tokens[:, :-1], positions, segments, enable_dropout=config.enable_dropout)
+        one_hot = jax.nn.one_hot(tokens[:, 1:], config.vocab_size)
+        loss, _ = max_utils.cross_entropy_with_logits(logits, one_hot, z_loss=config.z_loss_multiplier)
+    return {"loss": float(loss.mean()), "logits": np.asarray(logits, np.float32).tolist()}
+
+
+def understood(text: str, devices: int, arrays: str = "") -> dict:
+    """Return what the settings mean to MaxText, or with arrays what its model computes."""
+    import jax
     from maxtext.configs import pyconfig
     from maxtext.utils.globals import MAXTEXT_PKG_DIR
     from maxtext.utils.maxtext_utils import create_device_mesh
 
     assert len(jax.devices()) == devices
     program = os.path.join(MAXTEXT_PKG_DIR, "trainers", "pre_train", "train.py")
-    config = pyconfig._initialize_pydantic([program, *text.split(), *OTHERS])
+    more = [*OTHERS, "scan_layers=false"] if arrays else OTHERS  # a layer's weights have names of their own
+    config = pyconfig._initialize_pydantic([program, *text.split(), *more])
     mesh = create_device_mesh(pyconfig.HyperParameters(config))
+    if arrays:
+        return numbers(pyconfig.HyperParameters(config), jax.sharding.Mesh(mesh, config.mesh_axes), arrays)
     sizes = dict(zip(config.mesh_axes, mesh.shape))
     ids = np.vectorize(lambda device: device.id)(mesh).reshape(sizes["data"], sizes["stage"], -1)
     found = [[0, 0, 0] for _ in range(devices)]

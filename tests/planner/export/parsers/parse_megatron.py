@@ -83,6 +83,10 @@ def understood(text: str, devices: int) -> dict:
         "norm_epsilon": config.layernorm_epsilon,
         "tied": not args.untie_embeddings_and_output_weights,
         "dtype": str(args.params_dtype).removeprefix("torch."),
+        "vocab": args.padded_vocab_size,
+        "rotary": args.rotary_base if args.position_embedding_type == "rope" else None,
+        "dropout": [config.hidden_dropout, config.attention_dropout],
+        "documents_apart": args.dataloader_inter_document_masking,
     }
 
 

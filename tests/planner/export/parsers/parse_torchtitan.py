@@ -8,24 +8,27 @@
 
 CASES is a JSON list of {"text", "devices"}; ANSWERS becomes a list of what each was understood as, or {"refused"}.
 Neither GPUs nor other processes are needed: ranks are those of a fake process group, and the model has no storage.
+Beside a case's "arrays" its model has those weights, and computes loss and logits on the CPU.
 """
 
 import contextlib
-import functools
 import importlib
 import io
 import json
+import os
 import pathlib
 import re
 import sys
 import tempfile
 
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # attention is compiled for GPUs; on the CPU it runs as it is written
+
+import numpy as np
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torchtitan.config import ConfigManager
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import _get_pp_rank_to_stage_indices_mapping, _split_module
-from torchtitan.models import llama3
 
 MODULE = "torchtitan_plan"
 
@@ -61,13 +64,6 @@ def positions(dims: ParallelDims) -> list[list[int]]:
         torch.distributed.destroy_process_group()
 
 
-@functools.cache
-def build(flavor: str) -> torch.nn.Module:
-    """Return a model without storage."""
-    with torch.device("meta"):
-        return llama3.model_registry(flavor).model.build()
-
-
 def layers(config) -> list[list[int]]:
     """Return first layer and number of layers of each virtual stage, from the split of a model without storage.
 
@@ -77,7 +73,8 @@ def layers(config) -> list[list[int]]:
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
         return [[0, len(config.model_spec.model.layers)]]
-    model = build(config.model_spec.flavor)
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
     names = parallelism.module_fqns_per_model_part
     single = issubclass(get_schedule_class(parallelism.pipeline_parallel_schedule), PipelineScheduleSingle)
     sizes = (parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule, len(names))
@@ -92,16 +89,48 @@ def layers(config) -> list[list[int]]:
     return [[min(each), len(each)] for each in found]
 
 
-def sizes(model) -> list[int]:
-    """Return layers, hidden size, feed-forward part, heads, those of keys and values, and the vocabulary of a model."""
+def shape(config) -> dict:
+    """Return the sizes of a model, what its layers have in common, its head and its dtype."""
+    model = config.model_spec.model
     layer = model.layers[0]
+    feed_forward, rope = layer.feed_forward.w1.out_features, layer.attention.rope
     heads = [layer.attention.n_heads, layer.attention.n_kv_heads]
-    return [len(model.layers), model.dim, layer.feed_forward.w1.out_features, *heads, model.vocab_size]
+    return {
+        "sizes": [len(model.layers), model.dim, feed_forward, *heads, model.vocab_size],
+        "rope": [rope.theta, rope.scaling],
+        "norm_epsilon": sorted({norm.eps for each in model.layers for norm in (each.attention_norm, each.ffn_norm)}),
+        "tied": model.enable_weight_tying,
+        "dtype": config.training.mixed_precision_param,
+    }
 
 
-def understood(text: str, devices: int) -> dict:
-    """Return what the configuration means to torchtitan."""
+def numbers(config, path: str) -> dict:
+    """Return loss and logits of the model, with its parameters in the dtype in which FSDP gathers them.
+
+    Args:
+        config: torchtitan's configuration.
+        path: an .npz of `tokens` [B, S + 1], `positions` [B, S] and the weights by transformers' names.
+    """
+    arrays = {name: torch.from_numpy(array) for name, array in np.load(path).items()}
+    tokens, positions, spec = arrays.pop("tokens"), arrays.pop("positions"), config.model_spec
+    model = spec.model.build()
+    adapter = spec.state_dict_adapter(spec.model, None)
+    model.load_state_dict(adapter.from_hf(arrays))
+    for parameter in model.parameters():  # Module.to would take the imaginary part of the rotary angles, too
+        parameter.data = parameter.data.to(TORCH_DTYPE_MAP[config.training.mixed_precision_param])
+    with torch.no_grad():
+        masks = model.get_attention_masks(positions=positions)
+        logits = model(tokens[:, :-1], positions=positions, attention_masks=masks)
+        loss, _ = config.loss.loss_fn.build()(logits, tokens[:, 1:], torch.tensor(positions.numel()))
+    return {"loss": loss.item(), "logits": logits.float().tolist()}
+
+
+def understood(text: str, devices: int, arrays: str = "") -> dict:
+    """Return what the configuration means to torchtitan, or with arrays what its model computes."""
     config = parse(text)
+    config.model_spec.model.update_from_config(config=config)  # as the trainer does, which refuses what does not fit
+    if arrays:
+        return numbers(config, arrays)
     parallelism, training = config.parallelism, config.training
     dims = ParallelDims.from_config(parallelism, devices)
     data = dims.dp_replicate * dims.dp_shard
@@ -119,7 +148,7 @@ def understood(text: str, devices: int) -> dict:
         "recompute": type(ac).__qualname__ if ac else None,
         "sequence": training.seq_len,
         "schedule": parallelism.pipeline_parallel_schedule,
-        "sizes": sizes(config.model_spec.model),
+        **shape(config),
     }
 
 
