@@ -50,8 +50,8 @@ _TABLE = {
         "planner/memory planner/placement planner/report planner/search"
     ),
     "planner/answers": (
-        "paxtrain/config paxtrain/schedule planner/cluster planner/cost planner/memory planner/planning "
-        "planner/report planner/search"
+        "paxtrain/config paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/memory "
+        "planner/planning planner/report planner/search"
     ),
     "planner/export": "paxtrain/config paxtrain/schedule",
     "planner/measure": (
