@@ -7,6 +7,7 @@ An exported model loads with transformers' AutoModelForCausalLM and AutoTokenize
 checkpoint of step 0 in run.out: paxtrain.train with the same configuration continues from it.
 """
 
+import pathlib
 from collections.abc import Sequence
 
 from absl import flags
@@ -52,7 +53,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"{what} needs --{missing[0]}; python -m paxtrain.huggingface --help lists the flags")
     if what == "export":
         export(f.checkpoint, f.out, step=f.step, dtype=f.dtype)
-        print(f"wrote {f.out}")
+        known = (pathlib.Path(f.out) / sampling.TOKENIZER).exists()
+        print(f"wrote {f.out}" + ("" if known else f", without a tokenizer, since {f.checkpoint} has none"))
         return
     out = import_model(f.model, from_dict(f.config))
     print(

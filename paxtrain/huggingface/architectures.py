@@ -53,6 +53,8 @@ _REST: dict[str, dict[LayerPath, str]] = {
     },
     "llama": {("final_norm", "scale"): "model.norm.weight"},
 }
+# Families by their model_type; a Mistral without a sliding window is a Llama.
+_FAMILY = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama"}
 _EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
 _HEAD = "lm_head.weight"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -90,12 +92,14 @@ def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(x) for name, x in found.items()}
 
 
-def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
+def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: int = 0, positions: int = 0) -> Params:
     """Return canonical parameters in numpy, float32.
 
     Args:
         read: function that returns the array of a name, of any float dtype.
         config: architecture.
+        vocabulary: number of tokens of the arrays; the tables' rows of further ones are the mean row. 0: all.
+        positions: number of rows of the arrays' position table, of which the first ones are taken. 0: all.
 
     Raises:
         UserError: an array has another shape than the architecture's, is quantized, or has numbers that are not finite.
@@ -128,13 +132,17 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
 
     def table(name: str) -> np.ndarray:
         """Return an array with a row per token, padded with zeros."""
-        x = checked(name, (config.vocab_size, config.hidden))
+        x = checked(name, (vocabulary or config.vocab_size, config.hidden))
+        x = np.concatenate([x, np.repeat(x.mean(0, keepdims=True), config.vocab_size - len(x), axis=0)])
         return np.pad(x, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
 
     token = table(_EMBEDDING[family])
     found["embedding"]["token"] = token if config.tied_head else np.stack([token, table(_HEAD)])
     for (group, name), key in _REST[family].items():
-        found[group][name] = checked(key, shapes[group][name].shape)
+        shape = shapes[group][name].shape
+        if name == "position":  # of a shorter sequence the first positions are the same
+            shape = (positions or shape[0], *shape[1:])
+        found[group][name] = checked(key, shape)[: shapes[group][name].shape[0]]
     for (group, name), theirs in _LAYER[family].items():
         stacked = np.empty(shapes["layers"][group][name].shape, np.float32)
         for layer in range(config.layers):
@@ -219,31 +227,31 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
         UserError: the architecture is not implemented, or a size or the id of a token is missing or invalid.
     """
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in _LAYER:
-        raise UserError(f"{where} is of model_type {kind!r}; {' and '.join(_LAYER)} can be imported")
+    if not isinstance(kind, str) or kind not in _FAMILY:
+        raise UserError(f"{where} is of model_type {kind!r}; {', '.join(_FAMILY)} can be imported")
     if quantized := values.get("quantization_config"):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise UserError(f"{where} is of a quantized model ({method}); import the one that it was made of")
     try:
-        fields = (_from_llama if kind == "llama" else _from_gpt2)(values, where)
+        fields = (_from_llama if _FAMILY[kind] == "llama" else _from_gpt2)(values, where)
     except KeyError as error:
         raise UserError(f"{where} lacks {error.args[0]}; is it the config.json of a {kind} model?") from error
     except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise UserError(f"{where} has values that no {kind} model has: {error}") from error
     read_section(ModelConfig, fields, f"{where}: model")
-    _check_special(values, where, values["vocab_size"])
+    _check_special(values, where)
     return fields
 
 
-def _check_special(values: Mapping[str, Any], where: str, vocabulary: int) -> None:
-    """Require that the tokens which begin and end a document are in the vocabulary, if there are any."""
+def _check_special(values: Mapping[str, Any], where: str) -> None:
+    """Require that the tokens which begin and end a document are ids; those beyond the vocabulary are no tokens."""
     for name in ("bos_token_id", "eos_token_id"):
         found = values.get(name)
         for number in found if isinstance(found, list) else [] if found is None else [found]:
-            if type(number) is not int or not 0 <= number < vocabulary:
+            if type(number) is not int or number < 0:
                 raise UserError(
-                    f"{where} says {name}={number!r}; it must be an id of the vocabulary, from 0 to {vocabulary - 1}, "
-                    "or null if there is no such token"
+                    f"{where} says {name}={number!r}; it must be an id of the vocabulary, or null if there is no such "
+                    "token"
                 )
 
 
@@ -273,6 +281,8 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, object]:
 def _from_llama(values: Mapping[str, Any], where: str) -> dict[str, object]:
     """Return the fields of ModelConfig that a Llama's config.json determines."""
     _demand(values, where, {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)})
+    if values["model_type"] == "mistral":
+        _demand({"sliding_window": values.get("sliding_window", 4096)}, where, {"sliding_window": (None,)})
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     _demand({"rope_type": rope.get("rope_type", rope.get("type", "default"))}, where, {"rope_type": ("default",)})
     hidden, heads = values["hidden_size"], values["num_attention_heads"]

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from paxtrain import files
 from paxtrain.data import settings
-from paxtrain.data.tokenizer import END_OF_TEXT
+from paxtrain.data.tokenizer import END_OF_TEXT, load
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
 from paxtrain.huggingface.files import CONFIG, INDEX, ONE_FILE, write_json
@@ -42,7 +42,7 @@ def _save(arrays: dict[str, np.ndarray], folder: pathlib.Path, dtype: str) -> No
 def export(
     directory: str | pathlib.Path, out: str | pathlib.Path, *, step: int | None = None, dtype: str = "float32"
 ) -> None:
-    """Write a run's checkpoint as a model of transformers.
+    """Write a run's checkpoint as a model of transformers, with the run's tokenizer if it has one.
 
     Args:
         directory: folder of the run.
@@ -58,22 +58,25 @@ def export(
         raise UserError(f"--out={out} holds a model already; name another folder, or empty it")
     checkpoint_reading.read_meta(pathlib.Path(directory) / sampling.CHECKPOINTS, step)
     checkpoint.ensure_writable(folder)
-    params, config, tokenizer = sampling.load(directory, step)
+    params, config = sampling.load_params(directory, step)
     _save(architectures.weights(jax.device_get(params), config.model), folder, dtype)
     run, vocabulary = pathlib.Path(directory), config.model.vocab_size
-    ends = settings.ends(run, tokenizer, vocabulary)
-    # Data that others prepared has no settings.
-    found = settings.read(run) or (settings.of_data({}, None, END_OF_TEXT, True) if ends else dict(settings.CLASS))
-    begin = tokenizer.token_to_id(settings.token(found, "bos_token") or "")
-    tokens: dict[str, object] = {
-        "bos_token_id": begin if begin is not None and begin < vocabulary else None,
-        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
-    }
-    files.write(folder / sampling.TOKENIZER, (run / sampling.TOKENIZER).read_bytes())
-    # Chat templates spell special tokens, which are then ids, whatever the run's text was.
-    kept = {name: value for name, value in found.items() if name != "split_special_tokens"}
-    write_json(folder / settings.FILE, kept | {"model_max_length": config.model.sequence})
-    if (run / settings.GENERATION).exists():
-        write_json(folder / settings.GENERATION, settings.read_object(run / settings.GENERATION) | tokens)
+    tokens: dict[str, object] = {"bos_token_id": None, "eos_token_id": None}
+    if (run / sampling.TOKENIZER).exists():
+        tokenizer = load(run / sampling.TOKENIZER)
+        ends = settings.ends(run, tokenizer, vocabulary)
+        # Data that others prepared has no settings.
+        found = settings.read(run) or (settings.of_data({}, None, END_OF_TEXT, True) if ends else dict(settings.CLASS))
+        begin = tokenizer.token_to_id(settings.token(found, "bos_token") or "")
+        tokens = {
+            "bos_token_id": begin if begin is not None and begin < vocabulary else None,
+            "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        }
+        files.write(folder / sampling.TOKENIZER, (run / sampling.TOKENIZER).read_bytes())
+        # Chat templates spell special tokens, which are then ids, whatever the run's text was.
+        kept = {name: value for name, value in found.items() if name != "split_special_tokens"}
+        write_json(folder / settings.FILE, kept | {"model_max_length": config.model.sequence})
+        if (run / settings.GENERATION).exists():
+            write_json(folder / settings.GENERATION, settings.read_object(run / settings.GENERATION) | tokens)
     # Written last, so that a folder with this file is complete.
     write_json(folder / CONFIG, architectures.to_config(config.model, dtype) | tokens)

@@ -49,6 +49,11 @@ class ModelArrays:
             names = sorted(set(places.values()))
         else:
             names = [ONE_FILE]
+            if not (folder / ONE_FILE).exists() and (old := sorted(folder.glob("pytorch_model*.bin"))):
+                raise UserError(
+                    f"{folder} has its arrays in {old[0].name}, which is not read because it may hold any program; "
+                    "save the model again with transformers' save_pretrained, which writes *.safetensors"
+                )
         self._folder = folder
         self._holder: dict[str, safetensors.safe_open] = {}
         self._read: set[str] = set()
@@ -78,13 +83,22 @@ class ModelArrays:
     def check_all_read(self, tied_head: bool) -> None:
         """Require that every array was read: one that is left over, such as a scale, means another architecture.
 
+        A tied head's array must be the embedding again.
+
         Args:
             tied_head: whether the head is the embedding, so that its array may be left over.
 
         Raises:
-            UserError: an array is left over.
+            UserError: an array is left over, or a tied head differs from the embedding.
         """
-        tied = {"lm_head.weight"} if tied_head else set()  # the embedding again
+        tied = {"lm_head.weight"} if tied_head else set()
+        for name in tied & self._holder.keys():
+            [embedding] = (key for key in self._read if key.endswith(("wte.weight", "embed_tokens.weight")))
+            if not np.array_equal(self(name), self(embedding)):
+                raise UserError(
+                    f"{self._folder} has a {name} that is not its {embedding}, though its {CONFIG} ties them; if it is "
+                    f"the head, say tie_word_embeddings=false there and add --config.model.tied_head=False"
+                )
         left = sorted(key for key in self._holder.keys() - self._read - tied if not _NO_WEIGHTS.fullmatch(key))
         if left:
             raise UserError(

@@ -1,5 +1,6 @@
 """Import: a model of transformers, saved as the checkpoint of step 0 of a new run."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,11 @@ from paxtrain.run import checkpoint, checkpoint_reading, sampling
 
 def _check_architecture(config: Config, fields: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Require that the configuration's model is the one whose `fields` the folder has."""
-    mine, theirs = dict(sampling.architecture(config.model)), dict(fields)
+    mine, theirs = dataclasses.asdict(config.model) | sampling.architecture(config.model), dict(fields)
+    if mine["vocab_size"] > theirs["vocab_size"]:  # tokens that were added; the tables get rows
+        del theirs["vocab_size"]
+    if mine["sequence"] < theirs.get("sequence", 0):  # the first positions are the same
+        del theirs["sequence"]
     for name, zero in (("kv_heads", theirs["heads"]), ("intermediate", 4 * theirs["hidden"])):
         theirs[name] = theirs[name] or zero
     different = {name: value for name, value in theirs.items() if mine[name] != value}
@@ -44,7 +49,8 @@ def _keep_special(folder: pathlib.Path, values: Mapping[str, Any], out: pathlib.
     for name in _SPECIAL:
         number = ids.get(f"{name}_id")
         number = number[0] if isinstance(number, list) and number else number
-        text = tokenizer.id_to_token(number) if isinstance(number, int) else None
+        known = isinstance(number, int) and number < values["vocab_size"]
+        text = tokenizer.id_to_token(number) if known else None
         if text is not None and not kept.get(name):
             kept[name] = text
     generation = folder / settings.GENERATION
@@ -76,7 +82,7 @@ def import_model(source: str | pathlib.Path, config: Config) -> pathlib.Path:
     made = not out.exists()
     checkpoint.ensure_writable(out)
     try:
-        params = architectures.params(arrays, config.model)
+        params = architectures.params(arrays, config.model, fields["vocab_size"], fields.get("sequence", 0))
         arrays.check_all_read(config.model.tied_head)
         if (folder / sampling.TOKENIZER).exists():
             _keep_special(folder, values, out)

@@ -121,8 +121,9 @@ def require_same(record: Meta, abstract: Tree, model: Meta, where: str) -> None:
     Raises:
         UserError: The architecture or an array differs.
     """
-    # The saved architecture went through JSON, which turns tuples into lists.
-    different = _differences(record["meta"]["model"], json.loads(json.dumps(model)))
+    # The saved architecture went through JSON, which turns tuples into lists. Older versions saved more settings.
+    before = {name: value for name, value in record["meta"]["model"].items() if name in model}
+    different = _differences(before, json.loads(json.dumps(model)))
     if different:
         raise UserError(f"{where} is of another model: {different}; use the same model or name another directory")
     saved = {path: kind for path, kind in record["arrays"].items() if path.split("/")[0] in abstract}

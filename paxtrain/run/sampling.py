@@ -25,7 +25,9 @@ CHECKPOINTS = "checkpoints"
 
 def architecture(config: ModelConfig) -> dict[str, str | int | float]:
     """Return the settings that two checkpoints must share so that their arrays have the same meaning."""
-    free = ("dtype", "attention", "separator", "embedding_dropout", "residual_dropout")
+    free = {"dtype", "attention", "separator", "embedding_dropout", "residual_dropout", "rope_theta"}
+    if config.family == "llama":  # no array has the sequence, and rotary positions have no end
+        free.add("sequence")
     values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
     return {name: value for name, value in values.items() if name not in free}
 
@@ -86,8 +88,8 @@ def generate(
     return ids[len(prompt) :]
 
 
-def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params, Config, Tokenizer]:
-    """Return parameters (on this process's first device), the model's configuration and the tokenizer of a run.
+def load_params(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params, Config]:
+    """Return parameters (on this process's first device) and the model's configuration of a run.
 
     The tokenizer takes special tokens that a text spells as the run's data did.
 
@@ -96,10 +98,9 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
         step: Step of the checkpoint; None: the newest good one.
 
     Raises:
-        UserError: The directory has no good checkpoint, or no tokenizer.
+        UserError: The directory has no good checkpoint.
     """
-    directory = pathlib.Path(directory)
-    home = directory / CHECKPOINTS
+    home = pathlib.Path(directory) / CHECKPOINTS
     # Only the model: other sections may name files that are no longer there, such as a schedule's.
     config = from_dict({"model": checkpoint_reading.read_meta(home, step)["config"]["model"]})
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -107,7 +108,17 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), transformer.shapes(config.model)
     )
     params, _ = checkpoint_reading.restore_params(home, abstract, architecture(config.model), step)
-    path = directory / TOKENIZER
+    return params, config
+
+
+def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params, Config, Tokenizer]:
+    """Return what `load_params` returns, and the tokenizer of a run.
+
+    Raises:
+        UserError: The directory has no good checkpoint, or no tokenizer.
+    """
+    params, config = load_params(directory, step)
+    path = pathlib.Path(directory) / TOKENIZER
     if not path.exists():
         raise UserError(f"there is no {path}; copy the tokenizer.json of the training data there")
     tokenizer = load_tokenizer(path)

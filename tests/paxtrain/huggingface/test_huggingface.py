@@ -1,5 +1,6 @@
 """Models from and to transformers' layout; what transformers computed is kept in *_reference.npz."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -23,6 +24,7 @@ from paxtrain.model import transformer
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.run import sampling
 from paxtrain.run.checkpoint import Checkpoints
+from paxtrain.run.checkpoint_reading import restore_params
 from paxtrain.run.run import Run
 
 REFERENCES = pathlib.Path(__file__).parents[1] / "model"
@@ -251,7 +253,7 @@ def test_a_run_of_prepared_data_exports_what_ends_its_documents(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "bert"}, ["model_type 'bert'", "gpt2 and llama can be imported"]),
+        ({"model_type": "bert"}, ["model_type 'bert'", "gpt2, llama, mistral can be imported"]),
         ({"hidden_size": None}, ["lacks hidden_size"]),
         ({"hidden_size": "32"}, ["has values that no llama model has"]),
         (
@@ -259,9 +261,10 @@ def test_a_run_of_prepared_data_exports_what_ends_its_documents(tmp_path):
             ["model.rope_theta must be a finite number", "about 400 digits"],
         ),
         ({"rope_parameters": {"rope_theta": "7"}}, ["model.rope_theta must be of type float, got '7'"]),
-        ({"eos_token_id": -1}, ["eos_token_id=-1", "from 0 to 100"]),
-        ({"bos_token_id": 2**40}, [f"bos_token_id={2**40}", "from 0 to 100"]),
-        ({"eos_token_id": [2, 101]}, ["eos_token_id=101", "or null"]),
+        ({"eos_token_id": -1}, ["eos_token_id=-1", "an id of the vocabulary, or null"]),
+        ({"eos_token_id": [2, "3"]}, ["eos_token_id='3'", "or null"]),
+        ({"model_type": "mistral", "sliding_window": 8}, ["sliding_window=8", "None would work"]),
+        ({"model_type": "mistral"}, ["sliding_window=4096", "None would work"]),
         ({"num_attention_heads": 0}, ["has values that no llama model has"]),
         ({"rope_parameters": "linear"}, ["has values that no llama model has"]),
         ({"num_hidden_layers": "3"}, ["config.json: model.layers must be of type int, got '3'"]),
@@ -284,6 +287,92 @@ def test_another_architecture_is_named(change, words, tmp_path):
         import_model(str(folder), config)
     assert all(word in str(error.value) for word in words), error.value
     assert not (tmp_path / "run").exists()
+
+
+def changed(folder: pathlib.Path, **values) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"bos_token_id": 50256, "eos_token_id": [2**40, 101]},
+        {"max_position_embeddings": 2048},
+    ],
+)
+def test_what_no_array_depends_on_is_imported(values, tmp_path):
+    weights, results = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    changed(folder_of(weights, config.model, tmp_path / "model"), **values)
+    import_model(str(tmp_path / "model"), config)
+    params, *_ = sampling.load(tmp_path / "run")
+    np.testing.assert_allclose(logits(params, results["ids"], config.model), results["logits"], atol=TOLERANCE)
+    # A longer sequence and other angles go on from the same arrays.
+    longer = dataclasses.replace(config.model, sequence=48, rope_theta=7000.0)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    restore_params(tmp_path / "run" / "checkpoints", abstract, sampling.architecture(longer))
+    with pytest.raises(UserError, match="of another model: norm_epsilon is"):
+        other = dataclasses.replace(longer, norm_epsilon=1e-3)
+        restore_params(tmp_path / "run" / "checkpoints", abstract, sampling.architecture(other))
+
+
+def test_a_shorter_gpt2_has_the_first_positions_logits(tmp_path):
+    weights, results = theirs("gpt2")
+    folder = folder_of(weights, ModelConfig(**SHAPES["gpt2"]), tmp_path / "model")
+    values = SHAPES["gpt2"] | {"sequence": 16}
+    config = from_dict({"model": values, "run": {"out": str(tmp_path / "run")}})
+    import_model(str(folder), config)
+    params, *_ = sampling.load(tmp_path / "run")
+    found = logits(params, results["ids"][:, :16], config.model)
+    np.testing.assert_allclose(found, results["logits"][:, :16], atol=TOLERANCE)
+    longer = from_dict({"model": values | {"sequence": 32}, "run": {"out": str(tmp_path / "longer")}})
+    with pytest.raises(UserError, match=r"which has sequence=32; add --config\.model\.sequence=24"):
+        import_model(str(folder), longer)
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama untied"])
+def test_added_tokens_get_rows_and_change_no_others(shape, tmp_path):
+    """The mean of the rows that were there, in both tables; the padding stays zero."""
+    weights, results = theirs(shape)
+    folder = folder_of(weights, ModelConfig(**SHAPES[shape]), tmp_path / "model")
+    values = SHAPES[shape] | {"vocab_size": 104, "vocab_multiple": 16}
+    config = from_dict({"model": values, "run": {"out": str(tmp_path / "run")}})
+    import_model(str(folder), config)
+    params, *_ = sampling.load(tmp_path / "run")
+    ids = results["ids"]
+    np.testing.assert_allclose(logits(params, ids, config.model)[..., :101], results["logits"], atol=TOLERANCE)
+    names = ["transformer.wte.weight"] if shape == "gpt2" else ["model.embed_tokens.weight", "lm_head.weight"]
+    for name, table in zip(names, np.asarray(params["embedding"]["token"]).reshape(-1, 112, 32), strict=True):
+        np.testing.assert_array_equal(table[:101], weights[name])
+        np.testing.assert_allclose(table[101:104], np.tile(weights[name].mean(0), (3, 1)), atol=1e-6)
+        assert not table[104:].any()
+
+
+def test_a_tied_head_that_differs_is_not_dropped(tmp_path):
+    weights, _ = theirs("gpt2")
+    config = run_config("gpt2", tmp_path / "run")
+    head = weights["transformer.wte.weight"] + 1
+    folder = folder_of(weights | {"lm_head.weight": head}, config.model, tmp_path / "model")
+    with pytest.raises(UserError, match=r"lm_head\.weight that is not its transformer\.wte\.weight, though"):
+        import_model(str(folder), config)
+    changed(folder, tie_word_embeddings=False)  # as it says
+    import_model(str(folder), run_config("gpt2 untied", tmp_path / "untied"))
+    params, *_ = sampling.load(tmp_path / "untied")
+    np.testing.assert_array_equal(np.asarray(params["embedding"]["token"])[1, :101], head)
+
+
+def test_a_run_without_a_tokenizer_is_exported(tmp_path):
+    weights, _ = theirs("gpt2")
+    config = run_config("gpt2", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    (folder / sampling.TOKENIZER).unlink()
+    import_model(str(folder), config)
+    export(str(tmp_path / "run"), str(tmp_path / "back"))
+    back = safetensors.numpy.load_file(tmp_path / "back" / "model.safetensors")
+    assert all(np.array_equal(back[name], x) for name, x in weights.items())
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_broken_files_are_named(tmp_path):
@@ -322,6 +411,8 @@ def test_broken_files_are_named(tmp_path):
     architectures.params(ModelArrays(folder), config.model)
     file.unlink()
     refused("needs all of a model's")
+    (folder / "pytorch_model.bin").touch()
+    refused(r"has its arrays in pytorch_model\.bin, which is not read .*; save the model again with transformers'")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
     refused("must have a weight_map from names to files")
 
