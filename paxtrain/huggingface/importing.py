@@ -49,8 +49,9 @@ def _keep_special(folder: pathlib.Path, values: Mapping[str, Any], out: pathlib.
     for name in _SPECIAL:
         number = ids.get(f"{name}_id")
         number = number[0] if isinstance(number, list) and number else number
-        known = isinstance(number, int) and number < values["vocab_size"]
-        text = tokenizer.id_to_token(number) if known else None
+        text = None
+        if isinstance(number, int) and number < values["vocab_size"]:
+            text = tokenizer.id_to_token(number)
         if text is not None and not kept.get(name):
             kept[name] = text
     generation = folder / settings.GENERATION
@@ -82,7 +83,7 @@ def import_model(source: str | pathlib.Path, config: Config) -> pathlib.Path:
     made = not out.exists()
     checkpoint.ensure_writable(out)
     try:
-        params = architectures.params(arrays, config.model, fields["vocab_size"], fields.get("sequence", 0))
+        params = architectures.params(arrays, config.model, values["vocab_size"], values.get("n_positions", 0))
         arrays.check_all_read(config.model.tied_head)
         if (folder / sampling.TOKENIZER).exists():
             _keep_special(folder, values, out)

@@ -122,7 +122,7 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
     if not path.exists():
         raise UserError(f"there is no {path}; copy the tokenizer.json of the training data there")
     tokenizer = load_tokenizer(path)
-    tokenizer.encode_special_tokens = bool(settings.read(directory).get("split_special_tokens"))
+    tokenizer.encode_special_tokens = bool(settings.read(pathlib.Path(directory)).get("split_special_tokens"))
     return params, config, tokenizer
 
 
