@@ -39,7 +39,7 @@ def values(**model) -> dict:
     return given | {"batch": {"global_batch": 16, "micro_batch": 1}}
 
 
-def request(out, age: float = 100.0, options: PlanOptions = OPTIONS, **model) -> PlanRequest:
+def request(out, age: float = 1e4, options: PlanOptions = OPTIONS, **model) -> PlanRequest:
     return PlanRequest(values(**model), options, out, 20.0, age)
 
 
