@@ -76,6 +76,7 @@ def test_fused_embedding_sends_the_formulas_bytes(zero1):
     assert np.subtract(sent("unfused"), sent("fused")) == pytest.approx([saved, saved])
 
 
+@pytest.mark.slow
 def test_tied_copies_stay_identical():
     for embedding in ("fused", "unfused"):
         _, state = trained_steps(
