@@ -91,7 +91,7 @@ def test_the_page_s_codec_is_planned_by_flags_alone(home):
     backward = found.backward
     assert (backward.messages, backward.codec, backward.options) == ("epilogue", "sparse:TopK", {"share": 0.2})
     assert found.data.codec == "sparse:TopK" and found.data.stages_of(4)
-    assert "episparse:TopK+datasparse:TopK" in run.stdout
+    assert "epiTopK+dataTopK" in run.stdout
 
 
 @pytest.mark.slow

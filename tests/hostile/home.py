@@ -77,7 +77,8 @@ def prepare(home: pathlib.Path) -> None:
         lines = [{"step": step, "loss": 5.0 - step / 10, "learning_rate": 1e-3} for step in range(1, 20)]
         (home / run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     plan.save(
-        plan.Plan(MeshConfig(2, 2, 2), PipelineConfig(), BatchConfig(16, 2), CompressConfig()), home / "plan.json"
+        plan.Plan(MeshConfig(2, 2, 2), PipelineConfig(), BatchConfig(16, 2), CompressConfig(), devices_per_host=4),
+        home / "plan.json",
     )
     _cluster(home)
     _planning(home)

@@ -91,7 +91,8 @@ def sent_low_rank(gradients, rank):
     q, error, arrived, errors_left = first, 0, [], []
     for g in gradients:
         m = g + error
-        p = np.linalg.qr(m @ q)[0]
+        p, upper = np.linalg.qr(m @ q)
+        p *= np.sign(np.diagonal(upper))  # as Cholesky's
         w = m.T @ p
         arrived.append(p @ w.T)
         error = m - arrived[-1]
