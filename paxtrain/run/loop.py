@@ -16,7 +16,9 @@ Figures = dict[str, jax.Array]
 class Loop:
     """The steps of a run.
 
-    The metrics of step n - 1 are read while step n runs, so that the devices never wait for the host.
+    The metrics of step n - 1 are read while step n runs, so that the devices never wait for the host. A step's seconds
+    end when its metrics are there, so an exchange that follows a step counts in the next step's, or before a pause in
+    its own.
 
     Attributes:
         first: Number of steps done before the loop.
@@ -75,12 +77,15 @@ class Loop:
                 with profiler.reading():
                     batch = next(batches)
                 with profiler.step(number):
-                    state, figures = run.step(number, state, batch)
+                    state, figures = run.step_of(number)(state, batch)
                 run.samples += run.config.batch.global_batch
+                # The clock is read before an exchange starts, because its start may wait for the step to end.
                 self._report_pending()
+                state = run.after(number, state)
                 self._pending = (number, figures)
                 if self._between(number, state, figures):
                     break
+            jax.block_until_ready(state)
             self._report_pending()
         seconds = time.perf_counter() - self._started - self._paused
         return state, (number - self.first) * run.tokens_per_step / seconds
@@ -96,6 +101,7 @@ class Loop:
         stop, adapt = run.stop.now(), run.ranks.due(number)
         if not (validate or save or stop or adapt or profiler.turns(number)):
             return False
+        jax.block_until_ready(state)  # an exchange after the step belongs to the step's time, not to the pause
         profiler.pause(figures)
         self._report_pending()
         began = time.perf_counter()

@@ -342,22 +342,20 @@ class PreparedRun:
         for number in (first, steps, *range(first + 1, min(first + self.config.outer.every, steps))):
             self.step_of(number)
 
-    def step(self, number: int, state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Run the step of a number, and what follows it if there are groups: the end of an exchange, or a whole one.
+    def after(self, number: int, state: TrainState) -> TrainState:
+        """Start what follows the step of a number if there are groups: the end of an exchange, or a whole one.
 
         Args:
             number: Number of the step, counted from 1.
-            state: State before the step. It is donated.
-            batch: Its global batch.
+            state: State after the step. It is donated.
         """
-        state, figures = self.step_of(number)(state, batch)
         if self._timetable and isinstance(self.trainer, GroupedTrainer):
             if (fragment := self._timetable.joined(number)) is not None:
                 state = self.trainer.joined(state, np.int32(fragment))
             if (fragment := self._timetable.waited(number)) is not None:
                 with self.progress.doing("exchanging"):
                     state = self.trainer.exchanged(state, fragment)
-        return state, figures
+        return state
 
     def save(self, checkpoints: checkpoint.Checkpoints, state: TrainState, step: int) -> None:
         """Start writing a checkpoint.

@@ -1,0 +1,88 @@
+"""The seconds that a run logs for its steps, on a clock that only its devices move."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from paxtrain.config import from_dict
+from paxtrain.profiling.profiler import Profiler
+from paxtrain.run import loop, metrics
+
+STEPS, STEP, EXCHANGE = 12, 1.0, 0.25  # seconds of a step and of what follows every third
+
+
+class Devices:
+    """Devices that run one program after another, and a clock that stands still unless the host waits for them."""
+
+    def __init__(self):
+        self.now = self.busy = 0.0
+
+    def start(self, seconds):
+        self.busy = max(self.now, self.busy) + seconds
+        return Result(self, self.busy)
+
+
+class Result:
+    """An array that is there from some time on."""
+
+    def __init__(self, devices, there):
+        self.devices, self.there = devices, there
+
+    def block_until_ready(self):
+        self.devices.now = max(self.devices.now, self.there)
+        return self
+
+
+class Exchanging:
+    """A run whose exchange after every third step waits for the step before it starts, as XLA for CPUs may do."""
+
+    talks = lock = peak = None
+    samples, tokens_per_step = 0, 8
+
+    def __init__(self, devices, config):
+        self.devices, self.config = devices, config
+        self.ranks = types.SimpleNamespace(start=-1, due=lambda _: False)
+        self.stop = types.SimpleNamespace(now=lambda: False)
+        self.progress = types.SimpleNamespace(finished=lambda _: None)
+
+    def batches(self, *_):
+        return iter(range(STEPS))
+
+    def step_of(self, _):
+        return lambda state, batch: (done := self.devices.start(STEP), {"done": done})
+
+    def after(self, number, state):
+        return self.devices.start(EXCHANGE) if number % 3 == 0 and state.block_until_ready() else state
+
+    def save(self, checkpoints, state, number):
+        self.devices.now = self.devices.busy = state.block_until_ready().devices.now + 7.0
+
+
+@pytest.mark.parametrize("every", [0, 6])
+def test_seconds_of_steps_add_up_to_the_time_between_them(tmp_path, monkeypatch, every):
+    devices = Devices()
+
+    def on_host(figures):
+        figures["done"].block_until_ready()
+        return {"loss": np.float32(1), "grad_norm": 1, "learning_rate": 1, "finite": True}
+
+    monkeypatch.setattr(loop, "on_host", on_host)
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: devices.now))
+    sections = {
+        "run": {"steps": STEPS, "eval_every": 0},
+        "optimizer": {"warmup_steps": 1},
+        "checkpoint": {"every": every},
+    }
+    config = from_dict(sections)
+    checkpoints = types.SimpleNamespace(check=lambda: None)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    with metrics.Metrics(tmp_path, primary=True) as writer:
+        run = loop.Loop(Exchanging(devices, config), 0, checkpoints, writer, Profiler(config, mesh, 0))
+        _, speed = run.run(Result(devices, 0.0))
+    logged = [record["step_seconds"] for record in metrics.read(tmp_path / metrics.FILE)]
+    busy = STEPS * STEP + STEPS // 3 * EXCHANGE
+    assert len(logged) == STEPS and sum(logged) == pytest.approx(busy)
+    assert min(logged) == STEP and max(logged) <= STEP + EXCHANGE
+    assert speed == pytest.approx(STEPS * 8 / busy)
