@@ -87,6 +87,11 @@ class Config:
             f"{'shorter ones' if decay else f'optimizer.warmup_steps={total // 10}'}, or run.steps of "
             f"{least} or more, would fit",
         )
+        require(
+            self.checkpoint.resume or not self.run.resume_step,
+            f"run.resume_step={self.run.resume_step} goes on from a checkpoint, and checkpoint.resume=False from none; "
+            "leave one of them out",
+        )
         steps("profile", self.profile, self.run.steps)
         self._check_compression()
         self._check_embedding()

@@ -42,6 +42,8 @@ class RunConfig:
     Attributes:
         steps: optimizer steps in total, including those before a resume.
         seed: seed of the parameters, the order of the samples and dropout.
+        resume_step: step of the checkpoint to go back to; 0: the newest. A start that finds a checkpoint which was made
+            since goes on from that one.
         out: folder for checkpoints, metrics and figures.
         eval_every: steps between validations; 0: only before the first step and after the last.
         eval_batches: global batches per validation, the same ones each time.
@@ -52,6 +54,7 @@ class RunConfig:
 
     steps: int = 200
     seed: int = 0
+    resume_step: int = 0
     out: str = "runs/tiny"
     eval_every: int = 100
     eval_batches: int = 8
@@ -62,7 +65,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         bounded("run", self, seed=2**63 - 1, sample_tokens=2**20, eval_batches=2**20)
         positive("run", self, "steps", "eval_batches", "log_every")
-        for name in ("eval_every", "sample_tokens", "peak_flops", "seed"):
+        for name in ("eval_every", "sample_tokens", "peak_flops", "seed", "resume_step"):
             value = getattr(self, name)
             require(value >= 0, f"run.{name} must not be negative, got {value}")
         peak = self.peak_flops

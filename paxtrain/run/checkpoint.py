@@ -103,12 +103,13 @@ class _Manager(ocp.CheckpointManager):
 class Checkpoints:
     """The checkpoints of one training run.
 
-    Checkpoints newer than the restored one are not of this run's past: they are damaged, or `restore` was not called.
+    Checkpoints newer than the restored one are not of this run's past: they are damaged, `restore` was not called, or
+    it went back to an older one.
     Before the first save they are moved to the subdirectory set_aside, so that they neither block a step number nor
     count among the newest. Every process of a run calls every method.
 
     Attributes:
-        problems: Sentences about what `restore` found wrong.
+        problems: Sentences about what `restore` found.
     """
 
     def __init__(self, directory: str | pathlib.Path, config: CheckpointConfig) -> None:
@@ -125,8 +126,10 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._barrier = _Barrier(self._sync_unfinished)
 
-    def restore(self, abstract: Tree, model: Meta, wanted: Wanted | None = None) -> tuple[Tree, Meta] | None:
-        """Read the newest good checkpoint onto the mesh of `abstract`.
+    def restore(
+        self, abstract: Tree, model: Meta, wanted: Wanted | None = None, step: int = 0
+    ) -> tuple[Tree, Meta] | None:
+        """Read the newest good checkpoint onto the mesh of `abstract`, or that of a step.
 
         Args:
             abstract: jax.ShapeDtypeStructs with shardings, in the structure of the state. Top-level keys of the saved
@@ -134,19 +137,25 @@ class Checkpoints:
             model: Architecture, compared with meta["model"] before any array is read.
             wanted: Function that selects the top-level keys of `abstract` to read, from a checkpoint's metadata, the
                 kinds of its arrays by path, and its name for messages; default: all keys.
+            step: Step to go back to, unless the newest checkpoint is of a run that has done so; 0: the newest.
 
         Returns:
             State and metadata, or None if nothing has been saved.
 
         Raises:
-            UserError: The checkpoint is of another model or has other arrays, or no checkpoint is good.
+            UserError: The checkpoint is of another model or has other arrays, or no checkpoint is good, or there is
+                none of the step.
         """
         steps = checkpoint_reading.same_everywhere(self._directory)
         for path in self._directory.glob(f"*{_UNFINISHED}*"):
-            step = path.name.split(".")[0]
-            checkpoint_reading.report(
-                self.problems, f"checkpoint {step} in {self._directory} was never finished and is left out"
-            )
+            unfinished = f"checkpoint {path.name.split('.')[0]} in {self._directory} was never finished and is left out"
+            checkpoint_reading.report(self.problems, unfinished)
+        if step:
+            if checkpoint_reading.went_back(self._directory, step, steps):
+                followed = f"run.resume_step={step} was followed before, so the newest checkpoint since is used"
+                checkpoint_reading.report(self.problems, followed)
+            else:
+                steps = checkpoint_reading.only(self._directory, step, steps)
         restored = checkpoint_reading.restore(self._directory, abstract, model, steps, self.problems, wanted)
         if restored is None:
             if steps:

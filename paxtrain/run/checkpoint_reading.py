@@ -1,5 +1,6 @@
 """The reader of checkpoints: it restores the newest good one, verified against its record, onto any mesh."""
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -143,16 +144,44 @@ def report(problems: list[str], problem: str) -> None:
     logging.warning("%s", problem)
 
 
+def only(directory: pathlib.Path, step: int, steps: list[int]) -> list[int]:
+    """Return [step].
+
+    Args:
+        directory: Folder of the checkpoints.
+        step: Step that is asked for.
+        steps: Steps of its checkpoints.
+
+    Raises:
+        UserError: It is not one of `steps`.
+    """
+    if step not in steps:
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
+        raise UserError(f"no checkpoint of step {step} in {directory}; {there}")
+    return [step]
+
+
+def went_back(directory: pathlib.Path, step: int, steps: list[int]) -> bool:
+    """Return whether the newest checkpoint was made by a run with run.resume_step=`step`; process 0 decides.
+
+    Args:
+        directory: Folder of the checkpoints.
+        step: Step that is asked for.
+        steps: Steps of its checkpoints.
+    """
+    found = False
+    if steps and jax.process_index() == 0:
+        with contextlib.suppress(UserError):  # no record is intact, so the one of the step is not either
+            found = read_meta(directory).get("config", {}).get("run", {}).get("resume_step") == step
+    return json.loads(distributed.gather_texts(json.dumps(found))[0])
+
+
 def _chosen(directory: pathlib.Path, step: int | None) -> list[int]:
     """Return the finished steps to try, ascending: the given one, or all."""
     steps = finished_steps(directory)
     if not steps:
         raise UserError(f"no checkpoint in {directory}; name the checkpoint directory of a training run")
-    if step is None:
-        return steps
-    if step not in steps:
-        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
-    return [step]
+    return steps if step is None else only(directory, step, steps)
 
 
 def none_good(directory: pathlib.Path, steps: list[int]) -> UserError:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Self, TextIO
 
+from absl import logging
 from tqdm import tqdm
 
 from paxtrain import files
@@ -15,7 +16,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 
 MetricsLine = dict[str, Any]  # a line of the metrics: its "step", and scalars by name
-FILE = "metrics.jsonl"
+FILE, SET_ASIDE = "metrics.jsonl", "metrics_set_aside.jsonl"
 VALIDATION = "validation_loss"
 _HUGE = 1e300  # above all scalars; some integers in JSON are too large for a float
 
@@ -64,6 +65,10 @@ def _parse(line: str) -> MetricsLine | None:
     return record if all(isinstance(value, int | float) and abs(value) < _HUGE for value in numbers) else None
 
 
+def _lines(records: Iterable[MetricsLine]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
 def read(path: str | pathlib.Path) -> list[MetricsLine]:
     """Return the records of a metrics.jsonl in the order of its lines, without lines that a crash cut short.
 
@@ -100,13 +105,16 @@ class Metrics:
     It is a context manager.
     """
 
-    def __init__(self, out: str | pathlib.Path, primary: bool, resumed: int | None = None) -> None:
+    def __init__(
+        self, out: str | pathlib.Path, primary: bool, resumed: int | None = None, set_aside: bool = False
+    ) -> None:
         """Open the files, and drop the lines of steps that this run repeats.
 
         Args:
             out: Folder of the run.
             primary: Whether this process writes; on other processes every method does nothing.
             resumed: Step of the checkpoint from which the run continues; None: it starts at step 0.
+            set_aside: Whether these lines are of another run's future, and so are appended to metrics_set_aside.jsonl.
         """
         self._file: TextIO | None = None
         if not primary:
@@ -114,8 +122,13 @@ class Metrics:
         last = -1 if resumed is None else resumed
         path = pathlib.Path(out) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read(path) if record["step"] <= last] if path.exists() else []
-        files.write(path, "".join(json.dumps(record) + "\n" for record in kept))
+        records = read(path) if path.exists() else []
+        kept, later = (_lines(r for r in records if (r["step"] > last) == after) for after in (False, True))
+        if set_aside and later:
+            aside = path.with_name(SET_ASIDE)
+            files.write(aside, (aside.read_text() if aside.exists() else "") + later)
+            logging.warning("metrics after step %d are not of this run's past: moved to %s", max(last, 0), aside)
+        files.write(path, kept)
         self._file = path.open("a", buffering=1)
         from tensorboardX import SummaryWriter  # the import takes a quarter of a second, and only the primary needs it
 

@@ -178,7 +178,8 @@ class PreparedRun:
             return self.trainer.init(self.config.run.seed)
         abstract = self.trainer.abstract_canonical()
         with self.progress.doing("restoring a checkpoint"):
-            restored = checkpoints.restore(abstract, sampling.architecture(self.config.model), self._wanted(abstract))
+            model, step = sampling.architecture(self.config.model), self.config.run.resume_step
+            restored = checkpoints.restore(abstract, model, self._wanted(abstract), step)
         for problem in checkpoints.problems:
             self.say(problem)
         if restored is None:

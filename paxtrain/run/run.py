@@ -86,7 +86,8 @@ class Run(PreparedRun):
             memory = max((step.memory_analysis() for step in self._steps.values()), key=_temporary_bytes)
             described = report.describe(self.trainer, memory, time.perf_counter() - began, self.ranks.chosen)
             self.say(table(described + self.data.describe()))
-            with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer, profiler:
+            anew = not self.config.checkpoint.resume or first == self.config.run.resume_step > 0
+            with metrics.Metrics(self.out, self.primary, first or None, set_aside=anew) as writer, profiler:
                 untrained = self._untrained(state, writer)
                 loop = Loop(self, first, checkpoints, writer, profiler)
                 state, speed = loop.run(state)

@@ -230,6 +230,30 @@ def test_saving_after_a_damaged_checkpoint(copy):
     assert (copy / "set_aside" / "2" / "state").is_dir()
 
 
+def test_going_back_to_an_older_checkpoint_loses_nothing_and_happens_once(copy, capsys):
+    """The second start of the same command, which schedulers make, goes on from what the first one has saved."""
+    target = abstract(make_state((2, 2, 2), 0))
+
+    def start(step, saves=None):
+        with Checkpoints(copy, CheckpointConfig(keep=9)) as checkpoints:
+            _, meta = checkpoints.restore(target, MODEL, step=step)
+            if saves:
+                record = {"model": MODEL, "step": saves, "config": {"run": {"resume_step": step}}}
+                checkpoints.save(saves, make_state((2, 2, 2), saves), record)
+            return meta["step"], checkpoints.problems
+
+    with pytest.raises(UserError, match=r"no checkpoint of step 7 in .*; there are 1, 2$"):
+        start(7)
+    assert start(1) == (1, []) and steps_in(copy) == [1, 2]  # killed before it has saved anything
+    assert start(1, saves=3) == (1, []) and steps_in(copy) == [1, 3] and steps_in(copy / "set_aside") == [2]
+    step, said = start(1, saves=4)
+    assert step == 3 and "run.resume_step=1 was followed before" in said[0]
+    assert start(3, saves=5) == (3, [])  # the run of another command, which goes back once more
+    assert steps_in(copy) == [1, 3, 5] and steps_in(copy / "set_aside") == [2, 4]
+    with pytest.raises(UserError, match=r"no checkpoint of step 3 in .*; there is none at all"):
+        Checkpoints(copy / "none", CheckpointConfig()).restore(target, MODEL, step=3)
+
+
 def test_a_run_that_does_not_resume_sets_the_old_one_aside(copy):
     save(copy, 1, keep=1)
     assert steps_in(copy) == [1]

@@ -57,6 +57,15 @@ def test_a_resumed_run_drops_the_lines_that_it_repeats(tmp_path):
     assert [path.name for path in tmp_path.glob("metrics*")] == [metrics.FILE]
 
 
+def test_a_run_that_goes_back_sets_later_lines_aside(tmp_path):
+    write(tmp_path, range(4))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    for _ in range(2):  # the second time there is nothing to set aside
+        metrics.Metrics(tmp_path, True, resumed=1, set_aside=True).close()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
+    assert (tmp_path / "metrics_set_aside.jsonl").read_text().splitlines() == lines[2:]
+
+
 def test_a_run_that_starts_afresh_keeps_no_line(tmp_path):
     write(tmp_path, range(8))
     assert write(tmp_path, [0]) == [{"step": 0, "loss": 0.0}]
