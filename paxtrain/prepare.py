@@ -4,6 +4,7 @@
     python -m paxtrain.prepare --input=books/,web.jsonl --out=runs/books --tokenizer=bpe --vocab_size=8192
     python -m paxtrain.prepare --input=code/ --out=runs/code --tokenizer=runs/books/tokenizer.json      # to mix both
     python -m paxtrain.prepare --out=runs/data --verify                       # are the files still what was written?
+    python -m paxtrain.prepare --show=runs/data/train                         # what is in a set, its first document too
 
 A document is one file, or a text of a file that holds JSON lines, an array of objects or one object. Every document
 ends with `<|endoftext|>`, or --end_of_text.
@@ -11,15 +12,17 @@ ends with `<|endoftext|>`, or --end_of_text.
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
 from paxtrain.command_line import run
-from paxtrain.data import checksums
+from paxtrain.data import checksums, token_files, tokenizer
 from paxtrain.data.preparation import PrepareOptions, prepare
 from paxtrain.errors import UserError
 from paxtrain.knobs import define, given
 
+SHOWN = 32  # tokens of a set's first document
 HINT = "name text files with --input="
 
 
@@ -28,6 +31,7 @@ def define_flags() -> None:
     flags.DEFINE_list("input", ["stdlib"], "Files of text or JSON, folders or globs; stdlib: Python's own library.")
     flags.DEFINE_string("out", "runs/data", "Directory for train.{bin,idx}, validation.{bin,idx} and tokenizer.json.")
     define(PrepareOptions)
+    flags.DEFINE_string("show", "", "Prepare nothing; print what is in the token files of this prefix.")
     flags.DEFINE_bool("verify", False, "Prepare nothing; compare the token files in --out with their checksums.")
 
 
@@ -44,9 +48,23 @@ def _verify(folder: str) -> None:
     print(f"{2 * len(names)} files in {folder} are as their checksums say")
 
 
+def _show(prefix: str) -> None:
+    """Print the sizes of a data set, and the ids and the text with which its first document begins."""
+    file = token_files.load(prefix, vocab_size=2**31, sequence=1)
+    print(f"{prefix}: {file.documents:,} documents, {len(file):,} tokens of {file.dtype}")
+    ids = file.read(0, min(file.first_document, SHOWN)).tolist()
+    print(f"the first document: {file.first_document:,} tokens, {' '.join(map(str, ids))}")
+    beside = Path(prefix).with_name(tokenizer.FILE)
+    if beside.exists():
+        print(f"as text: {tokenizer.load(beside).decode(ids, skip_special_tokens=False)!r}")
+
+
 def main(argv: Sequence[str]) -> None:
     """Prepare the data set that the flags describe, and print its sizes."""
     f = flags.FLAGS
+    if f.show:
+        _show(f.show)
+        return
     if f.verify:
         _verify(f.out)
         return

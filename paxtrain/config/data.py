@@ -54,6 +54,7 @@ class DataConfig:
             "web=runs/web/train,code=runs/code/train".
         validation: one validation set, or several with names, likewise; each has a separate validation loss.
         weights: shares of several training sets, "web=0.7,code=0.3"; only their proportions count.
+        shuffle: whether to shuffle the samples of a training set in each epoch; False: they come in the file's order.
         prefetch: batches read ahead.
         verify: compare the files with the checksums that paxtrain.prepare wrote, before anything else; sets of at most
             64 MiB always are.
@@ -62,6 +63,7 @@ class DataConfig:
     train: str = "runs/data/train"
     weights: str = ""
     validation: str = "runs/data/validation"
+    shuffle: bool = True
     prefetch: int = 2
     verify: bool = False
 

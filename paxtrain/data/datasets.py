@@ -94,7 +94,9 @@ class DataSets:
         c = self._config
         seed = c.run.seed if seed is None else seed
         sets = [
-            token_files.epochs(file, c.model.sequence, seed=[seed, *name.encode()] if name else seed)
+            token_files.epochs(
+                file, c.model.sequence, seed=[seed, *name.encode()] if name else seed, shuffle=c.data.shuffle
+            )
             for name, file in self.train.items()
         ]
         mixture = Mixture(list(self._weights.values()))
@@ -134,7 +136,8 @@ class DataSets:
         }
         mixed = {name: {**each, "weight": self._weights[name]} for name, each in sets.items()}
         order = {"seed": self._config.run.seed, "sequence": self._config.model.sequence}
-        return sets.get("", {"sets": mixed}) | order
+        in_order = {} if self._config.data.shuffle else {"shuffle": False}
+        return sets.get("", {"sets": mixed}) | order | in_order
 
     def describe(self) -> list[tuple[str, str]]:
         """Return the table rows of each named set: its share, and its number of epochs in the run."""

@@ -290,7 +290,7 @@ def epochs(
         file: the token file.
         sequence: tokens per sample, without the last target.
         seed: seed that, with the epoch's number, determines the order of samples in an epoch.
-        shuffle: whether to shuffle; False keeps the file's order, for validation.
+        shuffle: whether to shuffle; False keeps the file's order.
     """
     samples = grain.MapDataset.source(_Samples(file, sequence))
     if shuffle:

@@ -30,6 +30,20 @@ def test_the_main_reports_what_it_wrote(tmp_path):
         assert f"1 documents, {tokens:,} tokens, {tmp_path}/out/{name}.bin and .idx" in result.stdout
 
 
+def test_a_set_is_shown(tmp_path, monkeypatch, capfd):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{name * 40}"}}\n' for name in "xxx"))
+    main = mains.load("paxtrain.prepare")
+    assert mains.run(monkeypatch, main, f"--input={tmp_path}/a.jsonl", f"--out={tmp_path}") == 0
+    capfd.readouterr()
+    assert mains.run(monkeypatch, main, f"--show={tmp_path}/train") == 0
+    said = capfd.readouterr().out.splitlines()
+    assert said[0] == f"{tmp_path}/train: 2 documents, 82 tokens of uint16"
+    assert said[1] == "the first document: 41 tokens, " + " ".join(["120"] * 32)  # x is 120 in ASCII
+    assert said[2] == f"as text: {'x' * 32!r}"
+    assert mains.run(monkeypatch, main, f"--show={tmp_path}/none") == 2
+    assert "there is no token file" in capfd.readouterr().err
+
+
 def test_the_main_says_what_is_wrong_and_leaves_with_2(tmp_path):
     result = run_main(f"--input={tmp_path}/none.txt", f"--out={tmp_path}")
     assert result.returncode == 2

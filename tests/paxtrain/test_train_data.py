@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from paxtrain.config import from_dict
+from paxtrain.data import token_files
 from paxtrain.data.datasets import DataSets
 from paxtrain.data.preparation import PrepareOptions, prepare
 from paxtrain.errors import UserError
@@ -195,3 +196,17 @@ def test_other_weights_go_on_at_the_same_sample_and_say_so(home, past):
     run.start(checkpoints(config))
     assert "the data order has changed" in "".join(run.said)
     assert run.samples == EVERY * BATCH
+
+
+def test_samples_in_the_order_of_their_files(home, reference, past):
+    """Of the set code, whose share is 0.3 of the samples; from a checkpoint that has another order it is told."""
+    config = configuration(home, past, data={"shuffle": False})
+    mixed = next(DataSets(config).training(range(10)))
+    file = token_files.TokenFile(home / "code" / "train")
+    in_order = [file.read(i * SEQUENCE, (i + 1) * SEQUENCE + 1) for i in range(3)]
+    assert [row.tolist() for row in mixed if any(np.array_equal(row, each) for each in in_order)] == [
+        each.tolist() for each in in_order
+    ]
+    run = started(config)
+    run.start(checkpoints(config))
+    assert "the data order has changed" in "".join(run.said)
