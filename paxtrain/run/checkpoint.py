@@ -103,10 +103,9 @@ class _Manager(ocp.CheckpointManager):
 class Checkpoints:
     """The checkpoints of one training run.
 
-    Checkpoints newer than the restored one are not of this run's past: they are damaged, `restore` was not called, or
-    it went back to an older one.
-    Before the first save they are moved to the subdirectory set_aside, so that they neither block a step number nor
-    count among the newest. Every process of a run calls every method.
+    Checkpoints newer than the restored one are not of this run's past: they are damaged, `restore` went back to an
+    older one, or it was not called. Before the first save they are moved to the subdirectory set_aside, so that they
+    neither block a step number nor count among the newest. Every process of a run calls every method.
 
     Attributes:
         problems: Sentences about what `restore` found.
