@@ -340,7 +340,7 @@ class PreparedRun:
             first: Number of the first step to run.
         """
         steps = self.config.run.steps
-        for number in (first, steps, *range(first + 1, min(first + self.config.outer.every, steps))):
+        for number in (first, steps, *range(first + 1, min(first + self.config.outer.every + 1, steps))):
             self.step_of(number)
 
     def after(self, number: int, state: TrainState) -> TrainState:

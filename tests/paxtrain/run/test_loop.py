@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import from_dict
+from paxtrain.config import OuterConfig, from_dict
+from paxtrain.outer.timetable import Timetable
 from paxtrain.profiling.profiler import Profiler
 from paxtrain.run import loop, metrics
+from paxtrain.run.prepared import PreparedRun
 
 STEPS, STEP, EXCHANGE = 12, 1.0, 0.25  # seconds of a step and of what follows every third
 
@@ -86,3 +88,12 @@ def test_seconds_of_steps_add_up_to_the_time_between_them(tmp_path, monkeypatch,
     assert len(logged) == STEPS and sum(logged) == pytest.approx(busy)
     assert min(logged) == STEP and max(logged) <= STEP + EXCHANGE
     assert speed == pytest.approx(STEPS * 8 / busy)
+
+
+def test_no_step_of_a_run_in_groups_waits_for_a_compilation():
+    """The first step has no exchange under it, unlike the first steps of later rounds."""
+    outer, compiled = OuterConfig(every=6, fragments=2, overlap=2), []
+    config = types.SimpleNamespace(outer=outer, run=types.SimpleNamespace(steps=24))
+    PreparedRun.compile_all(types.SimpleNamespace(config=config, step_of=compiled.append), 1)
+    under = Timetable(outer, 24).under
+    assert {under(number) for number in compiled} == {under(number) for number in range(1, 25)}
