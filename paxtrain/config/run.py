@@ -48,6 +48,8 @@ class RunConfig:
         eval_every: steps between validations; 0: only before the first step and after the last.
         eval_batches: global batches per validation, the same ones each time.
         log_every: steps between records of metrics; a step whose gradients are not finite is always recorded.
+        log_samples: whether each step prints where its samples lie in the data: PLACE, which begins at token PLACE *
+            sequence of the file, or SET:PLACE.
         sample_tokens: tokens of the sample that is shown at the end; 0: none.
         peak_flops: peak FLOP/s of one device for MFU; 0: looked up by device kind, none for a CPU.
     """
@@ -59,6 +61,7 @@ class RunConfig:
     eval_every: int = 100
     eval_batches: int = 8
     log_every: int = 1
+    log_samples: bool = False
     sample_tokens: int = 200
     peak_flops: float = 0.0
 

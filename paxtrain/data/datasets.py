@@ -2,7 +2,7 @@
 
 import pathlib
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,18 +92,11 @@ class DataSets:
             seed: seed of the order; None: the configuration's.
         """
         c = self._config
-        seed = c.run.seed if seed is None else seed
-        sets = [
-            token_files.epochs(
-                file, c.model.sequence, seed=[seed, *name.encode()] if name else seed, shuffle=c.data.shuffle
-            )
-            for name, file in self.train.items()
-        ]
-        mixture = Mixture(list(self._weights.values()))
+        place = self._placing(c.run.seed if seed is None else seed)
 
         def sample(number: int) -> np.ndarray:
-            chosen, own_number = mixture(number)
-            return sets[chosen][own_number]
+            name, found = place(number)
+            return self.train[name].sample(found, c.model.sequence)
 
         return token_files.stream(
             sample,
@@ -112,6 +105,33 @@ class DataSets:
             start_sample=start_sample,
             prefetch=c.data.prefetch,
         )
+
+    def _placing(self, seed: int) -> Callable[[int], tuple[str, int]]:
+        """Return the function from a sample's number to its set and its place there."""
+        c, names = self._config, list(self.train)
+        orders = {
+            name: token_files.order(
+                file, c.model.sequence, seed=[seed, *name.encode()] if name else seed, shuffle=c.data.shuffle
+            )
+            for name, file in self.train.items()
+        }
+        mixture = Mixture(list(self._weights.values()))
+
+        def place(number: int) -> tuple[str, int]:
+            chosen, own_number = mixture(number)
+            return names[chosen], int(orders[names[chosen]][own_number])
+
+        return place
+
+    def places(self, start_sample: int) -> str:
+        """Return where the samples of a global batch lie: SET:PLACE or PLACE each, which begins at PLACE * sequence.
+
+        Args:
+            start_sample: number of samples consumed before the batch.
+        """
+        place = self._placing(self._config.run.seed)
+        found = map(place, range(start_sample, start_sample + self._config.batch.global_batch))
+        return " ".join(f"{name}:{at}" if name else str(at) for name, at in found)
 
     def validating(self, name: str, rows: Sequence[int]) -> Iterator[np.ndarray]:
         """Yield this process's rows of the global batches of one validation set, in the file's order."""

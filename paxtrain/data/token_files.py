@@ -190,6 +190,10 @@ class TokenFile:
         """Return the number of tokens in all documents."""
         return len(self._tokens)
 
+    def sample(self, place: int, sequence: int) -> np.ndarray:
+        """Return tokens [place * sequence, (place + 1) * sequence + 1), int32."""
+        return self.read(place * sequence, (place + 1) * sequence + 1)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the tokens [start, stop) as int32 [stop - start].
 
@@ -263,28 +267,8 @@ def _require_separator(file: TokenFile, separator: int) -> None:
         )
 
 
-class _Samples:
-    """A grain data source whose sample j is tokens [j * sequence, (j + 1) * sequence + 1)."""
-
-    def __init__(self, file: TokenFile, sequence: int) -> None:
-        self._file = file
-        self._sequence = sequence
-
-    def __len__(self) -> int:
-        return samples_per_epoch(len(self._file), self._sequence)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = index * self._sequence
-        return self._file.read(start, start + self._sequence + 1)
-
-    def __repr__(self) -> str:
-        return f"_Samples({self._file.prefix})"
-
-
-def epochs(
-    file: TokenFile, sequence: int, *, seed: int | Sequence[int] = 0, shuffle: bool = True
-) -> Sequence[np.ndarray]:
-    """Return the samples of a file through all epochs, numbered from 0 without end: int32 [sequence + 1] each.
+def order(file: TokenFile, sequence: int, *, seed: int | Sequence[int] = 0, shuffle: bool = True) -> Sequence[int]:
+    """Return the places of samples in a file through all epochs; place j begins at token j * sequence.
 
     Args:
         file: the token file.
@@ -292,11 +276,11 @@ def epochs(
         seed: seed that, with the epoch's number, determines the order of samples in an epoch.
         shuffle: whether to shuffle; False keeps the file's order.
     """
-    samples = grain.MapDataset.source(_Samples(file, sequence))
+    places = grain.MapDataset.range(samples_per_epoch(len(file), sequence))
     if shuffle:
         # grain adds the epoch to its seed: hashing keeps epoch 1 of seed 0 from being epoch 0 of seed 1.
-        samples = samples.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    return samples.repeat()
+        places = places.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    return places.repeat()
 
 
 def stream(
@@ -341,7 +325,7 @@ def batches(
     shuffle: bool = True,
     prefetch: int = 2,
 ) -> Iterator[np.ndarray]:
-    """Return the `stream` of one file's `epochs`.
+    """Return the `stream` of one file's samples, in their `order`.
 
     Args:
         file: the token file.
@@ -353,7 +337,9 @@ def batches(
         shuffle: whether to shuffle; False keeps the file's order.
         prefetch: batches read ahead, each in a separate thread.
     """
-    samples = epochs(file, sequence, seed=seed, shuffle=shuffle)
-    return stream(
-        samples.__getitem__, global_batch=global_batch, rows=rows, start_sample=start_sample, prefetch=prefetch
-    )
+    places = order(file, sequence, seed=seed, shuffle=shuffle)
+
+    def sample(number: int) -> np.ndarray:
+        return file.sample(places[number], sequence)
+
+    return stream(sample, global_batch=global_batch, rows=rows, start_sample=start_sample, prefetch=prefetch)

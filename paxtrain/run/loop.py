@@ -76,6 +76,8 @@ class Loop:
                     self.progress.say(f"step {number}: compression over data starts, {self._levels()}")
                 with profiler.reading():
                     batch = next(batches)
+                if run.config.run.log_samples:
+                    self.progress.say(f"step {number}: samples {run.data.places(run.samples)}")
                 with profiler.step(number):
                     state, figures = run.step_of(number)(state, batch)
                 run.samples += run.config.batch.global_batch

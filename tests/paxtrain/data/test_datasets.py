@@ -59,6 +59,16 @@ def take(sets, count, rows=(0,), **arguments):
     return np.concatenate([batch[:, 0] for batch in batches])
 
 
+def test_places_say_where_samples_were_read(home):
+    sets = opened(home, batch=20)
+    batch = next(sets.training(range(20), start_sample=20))
+    found = [text.split(":") for text in sets.places(20).split()]
+    assert [SETS[name][1] + int(place) * SEQUENCE for name, place in found] == batch[:, 0].tolist()
+    alone = opened(home, weights="", train=str(home / "web" / "train"), batch=23)
+    places = list(map(int, alone.places(0).split()))
+    assert sorted(places) == list(range(23)) != places
+
+
 def by_set(tokens):
     """Return the numbers of the samples that came from each data set, in order."""
     return {
