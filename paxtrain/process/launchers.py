@@ -1,4 +1,4 @@
-"""What launchers tell a process by variables: its number, how many there are, and which GPUs of the host are its."""
+"""Variables by which launchers tell a process its number, how many there are, and which GPUs of the host are its."""
 
 import pathlib
 import re

@@ -145,7 +145,7 @@ def report(problems: list[str], problem: str) -> None:
 
 
 def only(directory: pathlib.Path, step: int, steps: list[int]) -> list[int]:
-    """Return [step].
+    """Return the steps to try if one is asked for: that one alone.
 
     Args:
         directory: Folder of the checkpoints.
