@@ -222,19 +222,20 @@ def test_checkpoints_that_are_kept(reference):
 @pytest.mark.once
 def test_killed_then_terminated_then_finished(home, reference, tmp_path):
     """SIGKILL, the same command, SIGTERM, the same command: one uninterrupted curve and the same parameters."""
-    kill = np.random.default_rng(1).integers(EVERY + 2, 2 * EVERY)
+    # A checkpoint is written beside the steps; the next one waits until it is whole, so the first is before this step.
+    kill = np.random.default_rng(1).integers(2 * EVERY + 2, 3 * EVERY)
     with running(home, tmp_path) as processes:
         wait_for_step(processes, tmp_path, kill)
         processes[0].kill()
     assert kill <= max(losses(tmp_path)) < STEPS
 
     with running(home, tmp_path) as processes:
-        wait_for_step(processes, tmp_path, 3 * EVERY + 5)
+        wait_for_step(processes, tmp_path, 4 * EVERY + 5)
         processes[0].send_signal(signal.SIGTERM)
         [(stdout, _)] = finish(processes)
     assert re.search(r"resumed from step \d+", stdout)
     step = int(re.search(r"stopped by SIGTERM after step (\d+); the same command continues", stdout)[1])
-    assert 3 * EVERY + 5 <= step < STEPS and checkpoints_in(tmp_path)[-1] == step == max(losses(tmp_path))
+    assert 4 * EVERY + 5 <= step < STEPS and checkpoints_in(tmp_path)[-1] == step == max(losses(tmp_path))
 
     stdout, _ = run_command(home, tmp_path)
     assert f"resumed from step {step}, {8 * step} samples consumed" in stdout
