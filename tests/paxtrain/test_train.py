@@ -191,6 +191,7 @@ def test_the_end_tells_everything(finished):
     assert [r["step"] for r in curve(out) if "validation_loss" in r] == [0, 25, 50, STEPS]
 
 
+@pytest.mark.once
 def test_started_again_at_its_end_it_says_the_same(home, finished, tmp_path, capsys):
     reference = finished[0]
     out = shutil.copytree(reference, tmp_path / "out")
@@ -281,6 +282,7 @@ class Recorded(Run):
             yield batch
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "changes",
     [

@@ -41,13 +41,13 @@ def passes(x, m, p, w, q, active):
     ("lead", "n", "k", "rank", "dtype", "thin"),
     [
         ((), 4096, 3072, 16, "bfloat16", "bfloat16"),
-        ((), 4096, 12288, 128, "bfloat16", "bfloat16"),
+        pytest.param((), 4096, 12288, 128, "bfloat16", "bfloat16", marks=pytest.mark.slow),
         ((), 3072, 12288, 128, "float32", "float32"),
-        ((4,), 768, 3072, 64, "float32", "float32"),
-        ((), 1024, 1024, 128, "float32", "bfloat16"),
+        pytest.param((4,), 768, 3072, 64, "float32", "float32", marks=pytest.mark.slow),
+        pytest.param((), 1024, 1024, 128, "float32", "bfloat16", marks=pytest.mark.slow),
         ((), 1024, 1024, 128, "bfloat16", "float32"),
         ((3,), 1000, 333, 20, "bfloat16", "bfloat16"),
-        ((), 77, 1001, 4, "float32", "float32"),
+        pytest.param((), 77, 1001, 4, "float32", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_all_passes_compile_and_copy_no_matrix(mesh, lead, n, k, rank, dtype, thin):

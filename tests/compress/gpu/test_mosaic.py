@@ -135,7 +135,9 @@ def compile_passes(kind, units, rank):
 
 
 @pytest.mark.parametrize("rank", [16, 128])
-@pytest.mark.parametrize(("kind", "units"), [("h100", "wgmma"), ("h200", "wgmma"), ("b200", "tcgen05")])
+@pytest.mark.parametrize(
+    ("kind", "units"), [("h100", "wgmma"), pytest.param("h200", "wgmma", marks=pytest.mark.slow), ("b200", "tcgen05")]
+)
 def test_all_passes_compile_for_their_units_with_tma_and_spill_nothing(monkeypatch, tmp_path, kind, units, rank):
     gpu(kind)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")

@@ -79,6 +79,7 @@ def test_gradients_in_bfloat16_are_within_its_precision_on_all_stages(zero1):
     assert min(arrays.values()) > 1e-5
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("zero1", "schedule"), [(True, "eager_1f1b"), pytest.param(False, "zb_h1", marks=pytest.mark.once)]
 )

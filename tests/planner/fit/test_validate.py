@@ -268,16 +268,19 @@ def _scores(path, **split):
     return validation.repetition(rows, accuracy.splits(rows, **options), "simulate").scores["all"]
 
 
+@pytest.mark.once
 def test_amp_trials(published):
     s = _scores(published / "amp.csv", fit=30)
     assert s.mape <= 0.035 and s.spearman >= 0.99
 
 
+@pytest.mark.once
 def test_vtrain_rows(published):
     s = _scores(published / "vtrain.csv", fit=60)
     assert s.mape <= 0.05 and s.spearman >= 0.99 and s.regret_mean <= 0.02
 
 
+@pytest.mark.once
 def test_vtrain_cells(published):
     s = _scores(published / "vtrain.csv", fit=60, hold_out="cells")
     assert s.mape <= 0.12 and s.spearman >= 0.97

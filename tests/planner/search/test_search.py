@@ -43,7 +43,7 @@ def roomy() -> tuple[Search, Outcome]:
     return one, one.run()
 
 
-@pytest.mark.parametrize(("nics", "looked_at"), [(1, 0.75), (4, 0.5)])
+@pytest.mark.parametrize(("nics", "looked_at"), [(1, 0.75), pytest.param(4, 0.5, marks=pytest.mark.slow)])
 def test_the_best_are_the_best_of_all(nics, looked_at):
     """The bound knows little about shared NICs, so with one NIC more candidates have to be simulated."""
     some = cluster(2, 4, nics=nics)
@@ -144,7 +144,7 @@ def test_sequence_parallelism_is_taken_where_memory_or_links_are_short():
     assert {f.candidate.sequence_parallel for f in search(budget=tight, choices=choices).run().ranked} == {True}
 
 
-@pytest.mark.parametrize(("sequence_parallel", "slower"), [(True, 0), (False, 9)])
+@pytest.mark.parametrize(("sequence_parallel", "slower"), [(True, 0), pytest.param(False, 9, marks=pytest.mark.once)])
 def test_the_plan_is_the_candidate_on_its_hosts(sequence_parallel, slower):
     """On links that are ten times slower it also compresses over data, on some stages."""
     fast = cluster(4, 4)
