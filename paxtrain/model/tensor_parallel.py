@@ -1,4 +1,4 @@
-"""Tensor parallelism by hand: the conjugate operators, and the vocabulary-parallel embedding.
+"""Tensor parallelism by hand: the conjugate operators, products with split kernels, the vocabulary-parallel embedding.
 
 Under shard_map with check_vma=False a psum is its own transpose, which would multiply gradients by the size of the
 axis, so each operator carries its own backward. `axis` is the mesh axis, or None where tensors are whole.
@@ -18,8 +18,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from compress.collectives import reduce_scatter
+from paxtrain.model.spec import Params
 
 
 @jax.named_scope("tensor")
@@ -89,6 +91,25 @@ def enter(x: jax.Array, group: Group) -> jax.Array:
 def leave(x: jax.Array, group: Group) -> jax.Array:
     """Return the sum of row-parallel partial sums x [B, S, H] as [B, S/T or S, H]."""
     return scatter(x, group.axis) if group.sequence else reduce(x, group.axis)
+
+
+def columns(p: Params, h: jax.Array, name: str) -> jax.Array:
+    """Multiply h [B, S, H] by a kernel [H, F/T] or [H, several, F/T] that is split by columns, and add its bias if any.
+
+    Args:
+        p: kernel, and bias if any.
+        h: [B, S, H].
+        name: name by which the product is saved. That is without the bias, which is read and written once less so.
+    """
+    k = p["kernel"]
+    y = checkpoint_name(h @ k if k.ndim == 2 else jnp.einsum("bsh,hcf->bscf", h, k), name)
+    return y + p["bias"].astype(h.dtype) if "bias" in p else y
+
+
+def rows(p: Params, x: jax.Array, group: Group) -> jax.Array:
+    """Multiply x [B, S, F/T] by a kernel [F/T, H] that is split by rows, and add its bias if any."""
+    y = leave(x @ p["kernel"], group)
+    return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
 
 def own(x: jax.Array, dim: int, group: Group) -> jax.Array:

@@ -27,6 +27,7 @@ from compress import Codec
 from paxtrain.config import Config
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
+from paxtrain.model.attention import settle_attention
 from paxtrain.parallel import compiler_options, gradients, muon
 from paxtrain.parallel.compression.named import settle_implementation
 from paxtrain.parallel.compression.settled import CodecStates, Compression
@@ -104,7 +105,7 @@ class Trainer:
     @functools.cached_property
     def layout(self) -> Layout:
         """Placement of the parameters on the mesh."""
-        settled = transformer.settle_attention(self.config.model, self.mesh.devices.flat[0])
+        settled = settle_attention(self.config.model, self.mesh.devices.flat[0])
         if self.virtual and settled.separator >= 0:  # under vmap jax requires one mask per head for cuDNN
             settled = dataclasses.replace(settled, attention="xla")
         return Layout(dataclasses.replace(self.config, model=settled))

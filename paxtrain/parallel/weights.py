@@ -123,23 +123,23 @@ def gather_weights(layout: Layout, shards: Params, codec: Codec | None = None) -
         codec: Codec of the layers' kernels; None: they are gathered as they are.
     """
 
-    def weights(tree: Params, take: Callable[[Params, int | slice], Params]) -> Weights:
-        """Arrange a mesh-layout tree as Weights; `take` returns one row, or several if layers are scanned."""
+    def weights(tree: Params, take: Callable[[str, Params, int | slice], Params]) -> Weights:
+        """Arrange a mesh-layout tree as Weights; `take` returns one row of an entry, or several for scanned layers."""
 
         def segment(first: int, segment: Segment) -> Params | list[Params]:
             if segment.scan:
-                return take(tree["layers"], slice(first, first + segment.count))
-            return [take(tree["layers"], first + i) for i in range(segment.count)]
+                return take("layers", tree["layers"], slice(first, first + segment.count))
+            return [take("layers", tree["layers"], first + i) for i in range(segment.count)]
 
         firsts = [chunk * layout.slots for chunk in range(layout.chunks)]
         chunks = [[segment(first + s.start, s) for s in layout.program.segments] for first in firsts]
         rest = {name: x for name, x in tree["embedding"].items() if name != "token"}
-        return Weights(take(rest, 0), chunks, take(tree["final_norm"], 0))
+        return Weights(take("embedding", rest, 0), chunks, take("final_norm", tree["final_norm"], 0))
 
-    def cast(tree: Params, rows: int | slice) -> Params:
-        return transformer.cast(jax.tree.map(lambda x: x[rows], tree), layout.config.model.dtype)
+    def cast(entry: str, tree: Params, rows: int | slice) -> Params:
+        return transformer.cast(jax.tree.map(lambda x: x[rows], tree), layout.config.model, entry)
 
-    def shifted(dims: Params, rows: int | slice) -> Params:
+    def shifted(_: str, dims: Params, rows: int | slice) -> Params:
         lost = 1 if isinstance(rows, int) else 0  # a single row has lost its dim
         return jax.tree.map(lambda dim: max(dim - lost, -1), dims)
 

@@ -8,7 +8,7 @@ import jax
 from experiments.bench.trainer.steps import PipelinedStep, PlainStep, interleave
 from paxtrain.config import BatchConfig, Config, MeshConfig
 from paxtrain.devices import datasheets
-from paxtrain.model import transformer
+from paxtrain.model.attention import settle_attention
 from paxtrain.run import metrics
 from paxtrain.tables import size
 
@@ -18,7 +18,7 @@ def of_one_device(config: Config) -> Config:
     micro = config.batch.micro_batch
     return dataclasses.replace(
         config,
-        model=transformer.settle_attention(config.model, jax.devices()[0]),
+        model=settle_attention(config.model, jax.devices()[0]),
         mesh=MeshConfig(),
         pipeline=dataclasses.replace(config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers=""),
         batch=BatchConfig(global_batch=8 * micro, micro_batch=micro),

@@ -7,7 +7,7 @@ import pytest
 
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.model import transformer
+from paxtrain.model.attention import settle_attention
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,10 @@ def test_attention_is_not_cudnns_where_ops_are_deterministic(monkeypatch, flags,
     monkeypatch.setenv("XLA_FLAGS", flags)
     gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
     model = ModelConfig(dtype="bfloat16", hidden=512, heads=8)
-    assert transformer.settle_attention(model, gpu).attention == attention
+    assert settle_attention(model, gpu).attention == attention
     asked = dataclasses.replace(model, attention="cudnn")
     if attention == "cudnn":
-        assert transformer.settle_attention(asked, gpu) == asked
+        assert settle_attention(asked, gpu) == asked
     else:
         with pytest.raises(UserError, match=r"cudnn fails with the deterministic ops .* auto or xla would work"):
-            transformer.settle_attention(asked, gpu)
+            settle_attention(asked, gpu)

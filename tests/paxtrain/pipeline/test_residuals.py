@@ -26,7 +26,7 @@ def a_layer(family: str, save: str):
     c = MODELS[family]
     totals = jax.tree.map(lambda w: w[0], transformer.init(c, jax.random.key(0))["layers"])
     totals = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(jax.random.key(w.size), w.shape), totals)
-    weights = transformer.cast(totals, "bfloat16")
+    weights = transformer.cast(totals, c, "layers")
     x = jax.random.normal(jax.random.key(1), (2, c.sequence, c.hidden), jnp.bfloat16)
     rest = jnp.int32(0), transformer.Dropout(jax.random.key_data(jax.random.key(2)), jnp.arange(2))
 

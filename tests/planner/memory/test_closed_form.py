@@ -73,7 +73,7 @@ def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropo
     settled = c.model.with_attention((9, 0) if flash else CPU)
     assert settled.attention == ("cudnn" if flash else "xla")
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), transformer.shapes(c.model)["layers"])
-    one = jax.eval_shape(lambda p: transformer.cast(p, dtype), one)
+    one = jax.eval_shape(lambda p: transformer.cast(p, c.model, "layers"), one)
     x = jax.ShapeDtypeStruct((2, c.model.sequence, c.model.hidden), dtype)
     random = Dropout(jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.int32)) if dropout else None
     starts = jax.ShapeDtypeStruct((2, c.model.sequence), jnp.int32) if c.model.separator >= 0 else None

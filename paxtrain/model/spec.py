@@ -1,0 +1,138 @@
+"""An architecture: its parameters as a table, from which all that counts, splits or names them follows; its layer."""
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from paxtrain.config import ModelConfig
+
+if TYPE_CHECKING:  # they import jax, which takes long
+    import jax
+
+    from paxtrain.model.context import LayerContext
+
+Params: TypeAlias = dict[str, Any]
+SPLIT = ("heads", "kv_heads", "ffn", "vocab")  # the dims that tensor parallelism splits
+_STACKS = ("layers", "tables")  # leading dims of stacked arrays; the mesh layout has a dim of stages in their place
+
+
+@functools.lru_cache(maxsize=1024)
+def sizes(config: ModelConfig) -> dict[str, int]:
+    """Return the sizes of the dims by their logical names."""
+    return {
+        "layers": config.layers,
+        "tables": config.tables,
+        "vocab": config.padded_vocab,
+        "positions": config.sequence,
+        "embed": config.hidden,
+        "heads": config.heads,
+        "kv_heads": config.key_value_heads,
+        "head": config.head_dim,
+        "ffn": config.ffn,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A row of an architecture's table: one array of the canonical parameters, stacked over layers.
+
+    Attributes:
+        path: place in the tree of parameters, such as "layers/qkv/kernel".
+        dims: a word for each dim, such as "layers embed 3 heads*head": a logical name, names with * between, a number.
+        files: names in Hugging Face's files, with {} for the layer's number. Several are stacked here, in the order of
+            the dim that is a number or "tables".
+        role: "kernel" of a matrix product with every token, "norm", "bias", or "table" whose rows are looked up.
+        init: "normal" N(0, 0.02), "residual" N(0, 0.02 / sqrt(2 L)), "ones" or "zeros".
+        transposed: Hugging Face's files hold the kernel as [out, in].
+    """
+
+    path: str
+    dims: str
+    files: str
+    role: Literal["kernel", "norm", "bias", "table"]
+    init: Literal["normal", "residual", "ones", "zeros"] = "normal"
+    transposed: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys of its path."""
+        return tuple(self.path.split("/"))
+
+    @property
+    def lead(self) -> str:
+        """The dim that stacks layers or tables, or ""."""
+        first = self.dims.split()[0]
+        return first if first in _STACKS else ""
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The dims without `lead`: those of one layer's array, or of one table."""
+        return tuple(self.dims.split()[bool(self.lead) :])
+
+    @property
+    def split(self) -> int | None:
+        """The place in `own` of the dim that tensor parallelism splits, or None."""
+        return next((i for i, dim in enumerate(self.own) if dim.partition("*")[0] in SPLIT), None)
+
+    @property
+    def decays(self) -> bool:
+        """True if weight decay applies."""
+        return self.role in ("kernel", "table")
+
+    @property
+    def cast(self) -> bool:
+        """True if a step uses it in the compute dtype; norms and biases are small and stay in float32."""
+        return self.role in ("kernel", "table")
+
+    def shape(self, config: ModelConfig, tensor: Any = 1) -> tuple[Any, ...]:
+        """Return the sizes of its `own` dims on a device.
+
+        Args:
+            config: the model's shape.
+            tensor: devices of a tensor group, an int or an array of ints.
+        """
+        known = sizes(config)
+        found = [math.prod(known[x] if x in known else int(x) for x in dim.split("*")) for dim in self.own]
+        return tuple(size // tensor if i == self.split else size for i, size in enumerate(found))
+
+
+kernel = functools.partial(Parameter, role="kernel")
+norm = functools.partial(Parameter, role="norm", init="ones")
+bias = functools.partial(Parameter, role="bias", init="zeros")
+table = functools.partial(Parameter, role="table")
+
+
+def vocabulary(config: ModelConfig, embedding: str, head: str = "lm_head.weight") -> Parameter:
+    """Return the vocabulary's table, or those of the embedding and of an untied head, which a stage holds one of.
+
+    Args:
+        config: the model's shape.
+        embedding: name of the embedding's table in Hugging Face's files.
+        head: name of the head's table there.
+    """
+    if config.tied_head:
+        return table("embedding/token", "vocab embed", embedding)
+    return table("embedding/token", "tables vocab embed", f"{embedding} {head}")
+
+
+class Architecture:
+    """What a family of models is."""
+
+    def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
+        """Return the table of parameters: a layer's are below "layers", the others below "embedding" and "final_norm".
+
+        Args:
+            config: the model's shape.
+        """
+        raise NotImplementedError
+
+    def layer(self, p: Params, x: "jax.Array", c: "LayerContext") -> "jax.Array":
+        """Return the output of one layer, [B, S, H] in the compute dtype.
+
+        Args:
+            p: one layer's parameters, without the leading dim.
+            x: [B, S, H] in the compute dtype.
+            c: what else the layer depends on.
+        """
+        raise NotImplementedError
