@@ -97,7 +97,8 @@ class GroupExchange:
         """Yield the kernels of a fragment that go through the reducer."""
         ratio = self.layout.config.compress.min_ratio
         for path, shape in self.part_shapes(fragment).items():
-            if path[-1] == "kernel" and self.reducer and self.reducer.takes(shape[1:], self.shard, ratio):
+            kernel = self.layout.rows[path].role == "kernel"
+            if kernel and self.reducer and self.reducer.takes(shape[1:], self.shard, ratio):
                 yield from ((path, place) for place in range(shape[0]))
 
     def check(self) -> None:
@@ -109,7 +110,7 @@ class GroupExchange:
         c = self.layout.config.compress
         if self.reducer is None:
             return
-        kernels = [shape[1:] for path, shape in self.shapes.items() if path[-1] == "kernel"]
+        kernels = [shape[1:] for path, shape in self.shapes.items() if self.layout.rows[path].role == "kernel"]
         require_parts(self.reducer, [(shape, self.shard) for shape in kernels])
         if not any(self.kernels):
             raise UserError(

@@ -23,8 +23,9 @@ from paxtrain.pipeline.messages import StageCrossing, among
 
 def table_shape(layout: Layout) -> tuple[int, int]:
     """Return the shape of a device's part of one table, [V/T, H]."""
-    c = layout.config
-    return c.model.padded_vocab // c.mesh.tensor, c.model.hidden
+    model = layout.config.model
+    rows, columns = layout.rows["embedding", "token"].shape(model, layout.config.mesh.tensor)
+    return rows, columns
 
 
 def scatter_dim(layout: Layout) -> int:
@@ -104,7 +105,8 @@ class TableCodec:
         found, reducer = {"token": (self.shape, self.shard)}, Scattered(self.codec)
         dims = self.layout.data_dims()["embedding"]
         if "position" in dims and c.mesh.data > 1:
-            shape, shard = (c.model.sequence, c.model.hidden), self.shard._replace(dim=max(dims["position"] - 1, -1))
+            shape = self.layout.rows["embedding", "position"].shape(c.model)
+            shard = self.shard._replace(dim=max(dims["position"] - 1, -1))
             if not reducer.refusal(shape, shard) and reducer.takes(shape, shard, c.compress.min_ratio):
                 found["position"] = shape, shard
         return found

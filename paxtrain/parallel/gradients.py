@@ -23,7 +23,7 @@ from compress.collectives import narrowed, own_part, packed, packed_scatter, red
 from compress.reducer import LeftOut, each, stored
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.embedding import scatter_dim
-from paxtrain.parallel.layout import Layout, Params, names, tensor_dim
+from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.parallel.weights import on_edges
 from paxtrain.pipeline.collectives import gather, permute
 from paxtrain.pipeline.program import Weights, layers_of
@@ -210,17 +210,18 @@ def _compressed_layers(
     return _trees(layers, reduced), stored(states), left_out
 
 
-def sum_over_sequence(tree: Params) -> Params:
-    """Sum the gradients of norms and biases over tensor, in one collective.
+def sum_over_sequence(layout: Layout, tree: Params) -> Params:
+    """Sum the gradients of what tensor does not split, norms and biases, over tensor, in one collective.
 
     With sequence parallelism each device has these gradients of its part of the sequence only.
 
     Args:
+        layout: Layout of the parameters.
         tree: Reduced gradients in mesh layout.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    keys, values = [names(path) for path, _ in leaves], [x for _, x in leaves]
-    parts = [i for i, key in enumerate(keys) if key[0] != "embedding" and tensor_dim(key) is None]
+    rows, values = [layout.row(path) for path, _ in leaves], [x for _, x in leaves]
+    parts = [i for i, row in enumerate(rows) if row.names[0] != "embedding" and row.split is None]
     for i, total in zip(parts, packed(lambda x: lax.psum(x, "tensor"), [values[i] for i in parts]), strict=True):
         values[i] = total
     return jax.tree.unflatten(structure, values)
@@ -275,7 +276,7 @@ def global_norm(layout: Layout, grads: Params) -> jax.Array:
     mesh, dims = layout.config.mesh, layout.data_dims()
 
     def squares(path: tuple, x: jax.Array, dim: int) -> jax.Array:
-        copies = (mesh.data if dim < 0 else 1) * (mesh.tensor if tensor_dim(names(path)) is None else 1)
+        copies = (mesh.data if dim < 0 else 1) * (mesh.tensor if layout.tensor_dim(path) is None else 1)
         own = jnp.square(x.astype(jnp.float32)).sum() / copies
         # The last stage has a second copy of the tied embedding.
         second = names(path)[-1] == "token" and layout.stages > 1 and layout.config.model.tied_head

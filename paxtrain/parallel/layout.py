@@ -26,29 +26,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from paxtrain.config import Config
-from paxtrain.model import transformer
+from paxtrain.model import parameters, transformer
+from paxtrain.model.spec import Parameter, Params
 from paxtrain.model.tensor_parallel import WHOLE, Group
-from paxtrain.model.transformer import Params
 from paxtrain.pipeline.program import Program
-
-# The dim of a mesh-layout array that is split over tensor, by the last one or two names of its path.
-_TENSOR_DIM = {
-    "token": 1,
-    ("qkv", "kernel"): 3,
-    ("qkv", "bias"): 2,
-    ("q", "kernel"): 2,
-    ("kv", "kernel"): 3,
-    ("out", "kernel"): 1,
-    ("up", "kernel"): 2,
-    ("up", "bias"): 1,
-    ("gate_up", "kernel"): 3,
-    ("down", "kernel"): 1,
-}
-
-
-def tensor_dim(names: tuple[str, ...]) -> int | None:
-    """Return the dim of a mesh-layout array that is split over tensor, or None; `names` is the array's path."""
-    return _TENSOR_DIM.get(names[-1], _TENSOR_DIM.get(names[-2:]))
 
 
 def is_spec(x: object) -> bool:
@@ -129,9 +110,23 @@ class Layout:
         canonical = transformer.shapes(self.config.model)
         return jax.eval_shape(self.from_canonical, canonical)
 
+    @property
+    def rows(self) -> dict[tuple[str, ...], Parameter]:
+        """The rows of the architecture's table by the names of their paths."""
+        return parameters.by_names(self.config.model)
+
+    def row(self, path: tuple) -> Parameter:
+        """Return the row of a parameter by its key path."""
+        return self.rows[names(path)]
+
+    def tensor_dim(self, path: tuple) -> int | None:
+        """Return the dim of a parameter in mesh layout that is split over tensor, or None, by its key path."""
+        split = self.row(path).split
+        return None if split is None else split + 1
+
     def _spec(self, path: tuple, shape: tuple[int, ...], data: bool) -> PartitionSpec:
         spec: list[str | tuple[str, ...] | None] = ["pipe", *[None] * (len(shape) - 1)]
-        split = tensor_dim(names(path))
+        split = self.tensor_dim(path)
         if split is not None:
             spec[split] = "tensor"
         dim = self.data_dim(path, shape) if data else None
@@ -149,7 +144,7 @@ class Layout:
             path: Key path of the parameter.
             shape: Global shape of the parameter in mesh layout.
         """
-        mesh, split = self.config.mesh, tensor_dim(names(path))
+        mesh, split = self.config.mesh, self.tensor_dim(path)
         if not mesh.zero1 or mesh.data == 1:
             return None
         for dim in range(1, len(shape)):
@@ -182,7 +177,7 @@ class Layout:
 
     def holds_tables(self, path: tuple) -> bool:
         """Return whether an array holds the two tables of a model with an untied head."""
-        return names(path)[-1] == "token" and not self.config.model.tied_head
+        return self.row(path).lead == "tables"
 
     def from_canonical(self, params: Params) -> Params:
         """Convert canonical parameters, or a tree shaped like them, to mesh layout."""

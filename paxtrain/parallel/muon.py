@@ -25,7 +25,8 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from paxtrain.config import OptimizerConfig
+from paxtrain.config import ModelConfig, OptimizerConfig
+from paxtrain.model import parameters
 from paxtrain.parallel.layout import Layout, Params, names
 
 # Shardings of a tree that mirrors the parameters: the first is that of the weights, the last has the matrices dealt
@@ -33,9 +34,9 @@ from paxtrain.parallel.layout import Layout, Params, names
 Route = Sequence[Params]
 
 
-def is_matrix(path: tuple) -> bool:
+def is_matrix(config: ModelConfig, path: tuple) -> bool:
     """Return whether a parameter holds matrices of the layers; the tables of embedding and head do not count."""
-    return names(path)[0] == "layers" and names(path)[-1] == "kernel"
+    return parameters.by_names(config)[names(path)].role == "kernel"
 
 
 def route(layout: Layout) -> list[Params]:
@@ -49,7 +50,8 @@ def route(layout: Layout) -> list[Params]:
     def move(path: tuple, spec: PartitionSpec, axis: str, size: int) -> PartitionSpec:
         first, *inner = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
         dealt = math.prod(getattr(mesh, other) for other in first if other != "pipe")
-        if not is_matrix(path) or size == 1 or rows % (dealt * size) or not any(axis in entry for entry in inner):
+        splits = is_matrix(layout.config.model, path) and any(axis in entry for entry in inner)
+        if not splits or size == 1 or rows % (dealt * size):
             return spec
         moved = [(*first, axis), *(tuple(other for other in entry if other != axis) for entry in inner)]
         return PartitionSpec(*(entry or None for entry in moved))

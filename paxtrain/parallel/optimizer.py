@@ -1,9 +1,12 @@
 """The optimizer of a configuration: optax's AdamW with a decay mask, Muon, SGD, and the learning-rate schedules."""
 
+import functools
+
 import jax
 import optax
 
-from paxtrain.config import Config, OptimizerConfig
+from paxtrain.config import Config, ModelConfig, OptimizerConfig
+from paxtrain.model import parameters
 from paxtrain.parallel.layout import Params, names
 from paxtrain.parallel.muon import Route, is_matrix, muon
 
@@ -31,9 +34,10 @@ def learning_rate(opt: OptimizerConfig, steps: int) -> optax.Schedule:
     return lambda count: schedule(count + 1)
 
 
-def decay_mask(params: Params) -> Params:
+def decay_mask(config: ModelConfig, params: Params) -> Params:
     """Return True for each parameter with weight decay: matrices and embeddings, not biases and norms."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: names(path)[-1] not in ("bias", "scale"), params)
+    known = parameters.by_names(config)
+    return jax.tree_util.tree_map_with_path(lambda path, _: known[names(path)].decays, params)
 
 
 def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransformation:
@@ -46,14 +50,17 @@ def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransform
         route: Shardings through which Muon's updates pass (see muon.py); () on one device.
     """
     opt, rate = config.optimizer, learning_rate(config.optimizer, config.run.steps)
-    adamw = optax.adamw(rate, opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=decay_mask)
+    mask = functools.partial(decay_mask, config.model)
+    adamw = optax.adamw(rate, opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=mask)
     if opt.name == "adamw":
         return adamw
     if opt.name == "sgd":
-        decay = optax.add_decayed_weights(opt.weight_decay, decay_mask)
+        decay = optax.add_decayed_weights(opt.weight_decay, mask)
         return optax.chain(decay, optax.scale_by_learning_rate(rate))
 
     def labels(params: Params) -> Params:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if is_matrix(path) else "adamw", params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "muon" if is_matrix(config.model, path) else "adamw", params
+        )
 
     return optax.partition({"adamw": adamw, "muon": muon(opt, rate, route)}, labels)

@@ -194,7 +194,7 @@ class DataReduction:
             "final_norm": {k: front(x[None], dims["final_norm"][k]) for k, x in grads.final_norm.items()},
         }
         if layout.program.group.sequence:
-            tree = gradients.sum_over_sequence(tree)
+            tree = gradients.sum_over_sequence(layout, tree)
         return Reduced(tree, self._joined(states), self._left_out(states), tables)
 
     def _left_out(self, states: list[State]) -> jax.Array:

@@ -82,9 +82,10 @@ def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
     return on_edges(layout, run, shard)
 
 
-def _is_kernel(path: tuple) -> bool:
+def _is_kernel(layout: Layout, path: tuple) -> bool:
     """Return whether an array of Weights, given by jax's path, is a layer's kernel."""
-    return path[-1] == jax.tree_util.DictKey("kernel")
+    row = layout.rows.get(("layers", *(getattr(key, "key", "") for key in path[-2:])))
+    return row is not None and row.role == "kernel"
 
 
 def _gather_coded(layout: Layout, codec: Codec, shards: Weights, dims: Weights) -> Weights:
@@ -98,7 +99,7 @@ def _gather_coded(layout: Layout, codec: Codec, shards: Weights, dims: Weights) 
     """
     named, structure = jax.tree_util.tree_flatten_with_path(shards)
     leaves, places = [x for _, x in named], jax.tree.leaves(dims)
-    some = [i for i, (path, _) in enumerate(named) if _is_kernel(path) and places[i] >= 0]
+    some = [i for i, (path, _) in enumerate(named) if _is_kernel(layout, path) and places[i] >= 0]
     where = [Shard("data", layout.config.mesh.data, places[i]) for i in some]
     with jax.named_scope("compression"):
         for i, x in zip(some, gather(codec, [leaves[i] for i in some], where), strict=True):
@@ -106,9 +107,9 @@ def _gather_coded(layout: Layout, codec: Codec, shards: Weights, dims: Weights) 
     return jax.tree.unflatten(structure, leaves)
 
 
-def _without_kernels(dims: Weights) -> Weights:
+def _without_kernels(layout: Layout, dims: Weights) -> Weights:
     """Return dims with -1 for the layers' kernels, which are gathered."""
-    return jax.tree_util.tree_map_with_path(lambda path, dim: -1 if _is_kernel(path) else dim, dims)
+    return jax.tree_util.tree_map_with_path(lambda path, dim: -1 if _is_kernel(layout, path) else dim, dims)
 
 
 @jax.named_scope("gather_weights")
@@ -150,7 +151,7 @@ def gather_weights(layout: Layout, shards: Params, codec: Codec | None = None) -
     table = _gather_table(layout, table.astype(layout.config.model.dtype), dim)
     if codec is not None:
         found = _gather_coded(layout, codec, found, dims)
-        dims = _without_kernels(dims)
+        dims = _without_kernels(layout, dims)
     leaves, structure = jax.tree.flatten(found)
     gathered = jax.tree.unflatten(structure, _gather(leaves, jax.tree.leaves(dims)))
     return gathered._replace(embedding={**gathered.embedding, "token": table})

@@ -31,7 +31,7 @@ from paxtrain.config.options import LINKED
 from paxtrain.errors import UserError
 from paxtrain.parallel.compression.named import named_codec, named_reducer
 from paxtrain.parallel.embedding import TableCodec
-from paxtrain.parallel.layout import Layout, tensor_dim
+from paxtrain.parallel.layout import Layout
 from paxtrain.pipeline.executor import Links
 from paxtrain.schedule.table import Schedule
 
@@ -194,17 +194,9 @@ class Compression:
     @functools.cached_property
     def kernels(self) -> dict[LayerPath, tuple[int, ...]]:
         """Shapes of the layers' kernels on one device, by path."""
-        mesh = self.config.mesh
-        found = {}
-        for name, entry in self.layout.shapes["layers"].items():
-            if "kernel" in entry:
-                path = (name, "kernel")
-                shape = list(entry["kernel"].shape[1:])
-                dim = tensor_dim(path)
-                assert dim is not None, f"{name} is a kernel, which is split over tensor"
-                shape[dim - 1] //= mesh.tensor
-                found[path] = tuple(shape)
-        return found
+        model, tensor = self.config.model, self.config.mesh.tensor
+        rows = [p for p in self.layout.rows.values() if p.role == "kernel"]
+        return {(p.names[1], p.names[2]): p.shape(model, tensor) for p in rows}
 
     @property
     def matrices(self) -> dict[LayerPath, tuple[int, int]]:

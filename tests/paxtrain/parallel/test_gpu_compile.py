@@ -14,7 +14,6 @@ import pytest
 from paxtrain.config import Config, from_dict
 from paxtrain.config.options import LINKED, CodecOptions
 from paxtrain.parallel.compiler_options import GPU_OPTIONS
-from paxtrain.parallel.layout import tensor_dim
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.step import Trainer
@@ -78,9 +77,9 @@ def assert_no_large_copy(trained: Trainer, text: str) -> None:
 
 def layer_bytes(trained: Trainer) -> int:
     """Return the bytes of one layer's gradients on one device."""
-    layers = jax.tree_util.tree_leaves_with_path(trained.layout.shapes["layers"])
-    tensor = trained.config.mesh.tensor
-    parts = [1 if tensor_dim(tuple(key.key for key in path)) is None else tensor for path, _ in layers]
+    leaves = jax.tree_util.tree_leaves_with_path(trained.layout.shapes)
+    layers = [(path, x) for path, x in leaves if path[0].key == "layers"]
+    parts = [1 if trained.layout.tensor_dim(path) is None else trained.config.mesh.tensor for path, _ in layers]
     return sum(4 * math.prod(x.shape[1:]) // part for (_, x), part in zip(layers, parts, strict=True))
 
 

@@ -52,9 +52,8 @@ def test_warm_up_rises_and_what_follows_never_does(name):
 
 
 def test_decay_is_for_matrices_and_embeddings():
-    decayed = {
-        names(path) for path, on in jax.tree_util.tree_leaves_with_path(decay_mask(transformer.shapes(MODEL))) if on
-    }
+    mask = decay_mask(MODEL, transformer.shapes(MODEL))
+    decayed = {names(path) for path, on in jax.tree_util.tree_leaves_with_path(mask) if on}
     assert decayed == {
         ("embedding", "token"),
         ("embedding", "position"),
@@ -64,7 +63,7 @@ def test_decay_is_for_matrices_and_embeddings():
 
 def test_the_mask_is_the_same_in_the_other_layout():
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), transformer.shapes(MODEL))
-    assert decay_mask(stacked) == decay_mask(transformer.shapes(MODEL))
+    assert decay_mask(MODEL, stacked) == decay_mask(MODEL, transformer.shapes(MODEL))
 
 
 def test_adamw_does_what_its_authors_wrote():
