@@ -17,7 +17,7 @@ _TABLE = {
     "paxtrain/parallel": (
         "compress compress/codecs paxtrain/config paxtrain/model paxtrain/pipeline paxtrain/process paxtrain/schedule"
     ),
-    "paxtrain/outer": "compress paxtrain/config paxtrain/parallel paxtrain/pipeline paxtrain/process",
+    "paxtrain/outer": "compress paxtrain/config paxtrain/model paxtrain/parallel paxtrain/pipeline paxtrain/process",
     "paxtrain/data": "paxtrain/config",
     "paxtrain/run": (
         "compress paxtrain/config paxtrain/data paxtrain/devices paxtrain/model paxtrain/outer "
@@ -35,14 +35,19 @@ _TABLE = {
     "paxtrain": "paxtrain/config paxtrain/parallel paxtrain/process paxtrain/run paxtrain/schedule",
     "planner/cluster": "paxtrain/config paxtrain/devices",
     "planner/pipeline": "paxtrain/schedule",
-    "planner/cost": "compress compress/codecs paxtrain/config paxtrain/schedule planner/cluster planner/pipeline",
-    "planner/memory": "paxtrain/config paxtrain/outer paxtrain/parallel paxtrain/schedule paxtrain/xla planner/cost",
+    "planner/cost": (
+        "compress compress/codecs paxtrain/config paxtrain/model paxtrain/schedule planner/cluster planner/pipeline"
+    ),
+    "planner/memory": (
+        "paxtrain/config paxtrain/model paxtrain/outer paxtrain/parallel paxtrain/schedule paxtrain/xla planner/cost"
+    ),
     "planner/placement": "paxtrain/config planner/cluster planner/cost planner/pipeline",
     "planner/search": (
-        "compress paxtrain/config paxtrain/schedule planner/cluster planner/cost planner/memory planner/placement"
+        "compress paxtrain/config paxtrain/model paxtrain/schedule planner/cluster planner/cost planner/memory "
+        "planner/placement"
     ),
     "planner/report": (
-        "paxtrain/config paxtrain/run paxtrain/schedule paxtrain/study planner/cluster planner/cost "
+        "paxtrain/config paxtrain/model paxtrain/run paxtrain/schedule paxtrain/study planner/cluster planner/cost "
         "planner/pipeline planner/search"
     ),
     "planner/planning": (
@@ -50,7 +55,7 @@ _TABLE = {
         "planner/memory planner/placement planner/report planner/search"
     ),
     "planner/answers": (
-        "paxtrain/config paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/memory "
+        "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule planner/cluster planner/cost planner/memory "
         "planner/planning planner/report planner/search"
     ),
     "planner/export": "paxtrain/config paxtrain/schedule",

@@ -39,6 +39,7 @@ import dataclasses
 import pathlib
 
 from paxtrain.config import ModelConfig
+from paxtrain.model import parameters
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 
 RUNS = pathlib.Path(__file__).with_name("runs.csv")
@@ -119,7 +120,7 @@ def model_flops(model: ModelConfig, batch: int) -> float:
     """
     h, s, layers, vocab = model.hidden, model.sequence, model.layers, model.vocab_size
     if model.family == "llama":
-        return batch * s * (6 * (layers * model.matrices + vocab * h) + 12 * layers * h * s)
+        return batch * s * (6 * (layers * parameters.count(model, role="kernel") + vocab * h) + 12 * layers * h * s)
     return 72 * batch * s * layers * h * h * (1 + s / (6 * h) + vocab / (12 * layers * h))
 
 

@@ -4,7 +4,6 @@ Config files (configs/*.py) hold an ml_collections ConfigDict, which absl flags 
 these dataclasses at the edge, so that nothing below the mains sees a ConfigDict.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -264,16 +263,6 @@ class Config:
         """Return the layers of each virtual stage, in the order of the forward pass."""
         return self.pipeline.layers_per_virtual_stage(self.model.layers, self.mesh.pipe)
 
-    @property
-    def layer_fragments(self) -> tuple[int, ...]:
-        """Return the fragment that groups exchange each layer in (outer.fragments), in model order."""
-        return layer_fragments(self.model, self.outer.fragments)
-
-    @property
-    def fragment_layers(self) -> tuple[int, ...]:
-        """Return how many layers every stage sends of each fragment; see the function `fragment_layers`."""
-        return fragment_layers(self.model, self.outer.fragments, self.stage_layers, self.mesh.pipe)
-
 
 def check_groups(outer: OuterConfig, steps: int, layers: int, batch: BatchConfig, compress: CompressConfig) -> None:
     """Require that groups and their exchanges fit the other sections, whatever the mesh is.
@@ -321,43 +310,3 @@ def check_groups(outer: OuterConfig, steps: int, layers: int, batch: BatchConfig
             f"compress.data.{setting} is decided by all data ranks together, but with outer.every={outer.every} groups "
             f"train apart; choose {known}",
         )
-
-
-@functools.lru_cache(maxsize=64)
-def layer_fragments(model: ModelConfig, fragments: int) -> tuple[int, ...]:
-    """Return the fragment that groups exchange each layer in, in model order.
-
-    The tables and the last norm are in fragment 0. Each layer goes to the fragment that has the fewest weights so
-    far, the first of several. The vocabulary's padding counts, since it travels, too.
-
-    Args:
-        model: model whose weights are exchanged.
-        fragments: number of fragments.
-    """
-    found = list[int]()
-    layer, padding = model.matrices + model.vectors, model.padded_vocab - model.vocab_size
-    tables = model.parameter_count() - model.layers * layer + model.tables * padding * model.hidden
-    weights = [tables, *[0] * (fragments - 1)]
-    for _ in range(model.layers):
-        found.append(weights.index(min(weights)))
-        weights[found[-1]] += layer
-    return tuple(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def fragment_layers(model: ModelConfig, fragments: int, counts: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """Return how many layers every stage sends of each fragment: as many as the stage that has the most of it.
-
-    A single fragment has all layer slots of a stage, also those without a layer.
-
-    Args:
-        model: model whose weights are exchanged.
-        fragments: number of fragments.
-        counts: layers of each virtual stage.
-        stages: number of stages.
-    """
-    if fragments == 1:
-        return (max(counts) * (len(counts) // stages),)
-    stage_of = [virtual % stages for virtual, count in enumerate(counts) for _ in range(count)]
-    held = collections.Counter(zip(stage_of, layer_fragments(model, fragments)))
-    return tuple(max(held[stage, p] for stage in range(stages)) for p in range(fragments))

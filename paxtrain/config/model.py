@@ -148,22 +148,6 @@ class ModelConfig:
         return self.key_value_heads * self.head_dim
 
     @property
-    def matrices(self) -> int:
-        """Number of parameters in a layer's matrices, which multiply every token."""
-        feed_forward = 3 if self.family == "llama" else 2
-        return self.hidden * (2 * self.hidden + 2 * self.key_value + feed_forward * self.ffn)
-
-    @property
-    def vectors(self) -> int:
-        """Number of parameters in a layer's norms and biases."""
-        return 2 * self.hidden if self.family == "llama" else 9 * self.hidden + self.ffn
-
-    @property
-    def positions(self) -> int:
-        """Number of rows of the position table."""
-        return 0 if self.family == "llama" else self.sequence
-
-    @property
     def tables(self) -> int:
         """Number of vocabulary tables: the embedding's, and the head's if it is untied."""
         return 1 if self.tied_head else 2
@@ -180,9 +164,3 @@ class ModelConfig:
         multiple = math.lcm(self.vocab_multiple, tensor)
         wrong = self.padded_vocab % tensor and not any(size % tensor for size in others) and multiple <= MOST_MULTIPLE
         return f"model.vocab_multiple={multiple}" if wrong else ""
-
-    def parameter_count(self) -> int:
-        """Return the number of parameters as published, without the padding of the vocabulary."""
-        final_norm = self.hidden if self.family == "llama" else 2 * self.hidden
-        rows = self.tables * self.vocab_size + self.positions
-        return self.layers * (self.matrices + self.vectors) + rows * self.hidden + final_norm

@@ -8,6 +8,7 @@ context.py            what a layer depends on besides its parameters; dropout
 attention.py          attention, rotary positions, the choice of the implementation
 pointwise.py          norms and activations, which keep little for their backward
 tensor_parallel.py    products with split kernels, and the collectives of a layer and the embedding over tensor
+fragments.py          the fragments in which groups that train apart exchange the layers
 cross_entropy.py      the head's loss and its gradients, without the logits of all tokens
 
 The names below are the parts of a layer. Importing this package, a table or an architecture does not import jax; each

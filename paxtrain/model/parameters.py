@@ -1,13 +1,15 @@
 """The parameters of a configuration's model: its architecture's table, and what is counted by it. No jax."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from paxtrain.config import ModelConfig
 from paxtrain.model.gpt2 import GPT2
 from paxtrain.model.llama import Llama
-from paxtrain.model.spec import Architecture, Parameter, Params
+from paxtrain.model.spec import Architecture, Parameter, Params, sizes
 
 ARCHITECTURES: dict[str, Architecture] = {"gpt2": GPT2(), "llama": Llama()}  # by ModelConfig.family
 
@@ -38,3 +40,46 @@ def tree(leaves: Mapping[tuple[str, ...], Any]) -> Params:
             inner = inner.setdefault(name, {})
         inner[names[-1]] = leaf
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def count(config: ModelConfig, entry: str = "layers", role: str = "", tensor: int = 1, tables: int = 1) -> int:
+    """Return the number of parameters of one layer, or of another entry of the tree, on a device.
+
+    Args:
+        config: the model's shape.
+        entry: "layers", "embedding" or "final_norm".
+        role: role of those that count; "": all.
+        tensor: devices of a tensor group.
+        tables: tables of the vocabulary that the device holds.
+    """
+    some = (p for p in table(config) if p.names[0] == entry and role in ("", p.role))
+    return sum(math.prod(p.shape(config, tensor)) * (tables if p.own[0] == "vocab" else 1) for p in some)
+
+
+@functools.lru_cache(maxsize=4096)
+def kernels(config: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
+    """Return the shapes [n, k] of a layer's kernels on one device, as gradients over data are compressed."""
+    shapes = (p.shape(config, tensor) for p in table(config) if p.role == "kernel")
+    return tuple((shape[0], math.prod(shape[1:])) for shape in shapes)
+
+
+def whole(config: ModelConfig) -> int:
+    """Return the number of all parameters, with the padding of the vocabulary."""
+    return sum(math.prod(p.shape(config)) * (sizes(config)[p.lead] if p.lead else 1) for p in table(config))
+
+
+def published(config: ModelConfig) -> int:
+    """Return the number of all parameters as published, without the padding of the vocabulary."""
+    return whole(dataclasses.replace(config, vocab_multiple=1))
+
+
+def multiplied(config: ModelConfig) -> int:
+    """Return the number of parameters that a token is multiplied with, without the padding of the vocabulary.
+
+    Those are all except what is only looked up: positions, and an untied head's embedding. A tied table is the head's.
+    """
+    config = dataclasses.replace(config, vocab_multiple=1)
+    head = next(p for p in table(config) if p.own[0] == "vocab")
+    outside = count(config, "final_norm") + math.prod(head.shape(config))
+    return config.layers * count(config) + outside

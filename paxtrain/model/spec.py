@@ -54,23 +54,23 @@ class Parameter:
     init: Literal["normal", "residual", "ones", "zeros"] = "normal"
     transposed: bool = False
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The keys of its path."""
         return tuple(self.path.split("/"))
 
-    @property
+    @functools.cached_property
     def lead(self) -> str:
         """The dim that stacks layers or tables, or ""."""
         first = self.dims.split()[0]
         return first if first in _STACKS else ""
 
-    @property
+    @functools.cached_property
     def own(self) -> tuple[str, ...]:
         """The dims without `lead`: those of one layer's array, or of one table."""
         return tuple(self.dims.split()[bool(self.lead) :])
 
-    @property
+    @functools.cached_property
     def split(self) -> int | None:
         """The place in `own` of the dim that tensor parallelism splits, or None."""
         return next((i for i, dim in enumerate(self.own) if dim.partition("*")[0] in SPLIT), None)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paxtrain.model.fragments import layer_fragments
 from paxtrain.parallel.layout import Layout, Params
 
 LAYERS = "layers"  # entry of the parameters that has the stacks of layers
@@ -39,7 +40,7 @@ class Fragments:
     @functools.cached_property
     def of_layer(self) -> tuple[int, ...]:
         """Fragment of each layer, in model order."""
-        return self.layout.config.layer_fragments
+        return layer_fragments(self.layout.config.model, self.count)
 
     @functools.cached_property
     def of_slot(self) -> np.ndarray:

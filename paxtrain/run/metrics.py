@@ -14,6 +14,7 @@ from tqdm import tqdm
 from paxtrain import files
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
+from paxtrain.model import parameters
 
 MetricsLine = dict[str, Any]  # a line of the metrics: its "step", and scalars by name
 FILE, SET_ASIDE = "metrics.jsonl", "metrics_set_aside.jsonl"
@@ -24,16 +25,13 @@ _HUGE = 1e300  # above all scalars; some integers in JSON are too large for a fl
 def flops_per_token(model: ModelConfig) -> float:
     """Return the FLOPs of forward and backward for one token: 6 N + 12 L H S.
 
-    N counts every parameter that a token is multiplied with. Those are all except the position table and an untied
-    head's embedding, which are only looked up. A tied table counts once, as the head; padding of the vocabulary does
-    not count. Attention is counted in full, although a causal kernel does half of it. Recomputation is not counted.
+    N counts every parameter that a token is multiplied with, see `parameters.multiplied`. Attention is counted in full,
+    although a causal kernel does half of it. Recomputation is not counted.
 
     References:
         Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
     """
-    looked_up = model.positions + (model.tables - 1) * model.vocab_size
-    n = model.parameter_count() - looked_up * model.hidden
-    return 6.0 * n + 12.0 * model.layers * model.hidden * model.sequence
+    return 6.0 * parameters.multiplied(model) + 12.0 * model.layers * model.hidden * model.sequence
 
 
 def mfu(tokens_per_second: float, model: ModelConfig, devices: int, peak: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from paxtrain.config import Config, OptimizerConfig, read_section, to_dict
+from paxtrain.model import parameters
 from paxtrain.outer.trainer import GroupedTrainer
 from paxtrain.parallel.optimizer import learning_rate
 from paxtrain.parallel.stage_choice import StageTimes
@@ -67,7 +68,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequ
     rows = f"{schedule.rows} rows, ideal bubble {bubble:.0%}, {depth} {flying} in flight"
     temporary = f"{size(memory.temp_size_in_bytes, 'B')} temporary (XLA's buffer assignment)"
     return [
-        ("model", f"{size(model.parameter_count())} parameters, {shape}"),
+        ("model", f"{size(parameters.published(model))} parameters, {shape}"),
         ("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}, on {devices}"),
         ("batch", f"{batch.global_batch} sequences = {parts}"),
         ("schedule", f"{config.pipeline.schedule}, {rows}, save={config.pipeline.save}"),

@@ -16,7 +16,7 @@ from paxtrain.data.tokenizer import FILE as TOKENIZER
 from paxtrain.data.tokenizer import around, encoded, errors_of_library
 from paxtrain.data.tokenizer import load as load_tokenizer
 from paxtrain.errors import UserError
-from paxtrain.model import transformer
+from paxtrain.model import parameters, transformer
 from paxtrain.model.transformer import Params
 from paxtrain.run import checkpoint_reading
 
@@ -26,7 +26,7 @@ CHECKPOINTS = "checkpoints"
 def architecture(config: ModelConfig) -> dict[str, str | int | float]:
     """Return the settings that two checkpoints must share so that their arrays have the same meaning."""
     free = {"dtype", "attention", "separator", "embedding_dropout", "residual_dropout", "rope_theta"}
-    if config.family == "llama":  # no array has the sequence, and rotary positions have no end
+    if not any("positions" in p.own for p in parameters.table(config)):  # rotary positions have no end
         free.add("sequence")
     values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
     return {name: value for name, value in values.items() if name not in free}

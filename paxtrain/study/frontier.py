@@ -19,6 +19,7 @@ from matplotlib.transforms import Bbox
 from paxtrain.config import CompressConfig, Config
 from paxtrain.config.options import LINKED, CodecOptions
 from paxtrain.devices.datasheets import datasheet
+from paxtrain.model import parameters
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
 from paxtrain.run import plots
@@ -371,7 +372,7 @@ def write(config: Config, trained: Sequence[Variant], outcomes: list[VariantResu
     pictures = [_draw(axis, [row for row in some if row.axis == axis], out) for axis in {row.axis: 0 for row in some}]
     made = "\n\n".join([markdown(table(some), words=2), "\n".join(f"- {one}" for one in sentences(some))])
     setting = (
-        f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}, {m.dtype}) on a mesh of "
+        f"A GPT of {parameters.published(m):,} parameters ({m.layers} layers of {m.hidden}, {m.dtype}) on a mesh of "
         f"{c.mesh.data} data ranks x {c.mesh.pipe} stages, {c.run.steps} steps of {tokens} tokens, "
         f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}: mean, lowest and highest. {_which(trained)} goes through "
         "the codec, with its error feedback, from the first step on. Bytes are those that the step sends "

@@ -14,6 +14,7 @@ from paxtrain.config import Config
 from paxtrain.config.compress import LOW_RANK
 from paxtrain.config.options import NO_OPTIONS, PLACES, PROBED
 from paxtrain.errors import UserError
+from paxtrain.model import parameters
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import FILE, WORDS, LossProbe, ProbedCodec
 from paxtrain.study.report import VariantResult, by_run, differences, markdown
@@ -186,7 +187,7 @@ def write(config: Config, trained: Sequence[Variant], outcomes: list[VariantResu
     loss_probe_file.save(probe, out / FILE)
     made, m = markdown(table(probe, trained), words=2), config.model
     setting = (
-        f"{m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}, {m.dtype}) on a mesh of "
+        f"{parameters.published(m):,} parameters ({m.layers} layers of {m.hidden}, {m.dtype}) on a mesh of "
         f"{config.mesh.data} data ranks x {config.mesh.pipe} stages, {config.run.steps} steps of {probe.tokens:,} "
         f"tokens, {len(probe.seeds)} seeds. Losses are validation losses after the last step, against dense training "
         "with the same seed and the same batches. Each codec takes all that is sent at its place, from the first step "

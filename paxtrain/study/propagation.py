@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from paxtrain.config import Config
+from paxtrain.model import parameters
 from paxtrain.study.report import VariantResult, by_run, differences, effect, markdown
 from paxtrain.study.variants import Variant, bare, shortened
 
@@ -89,7 +90,7 @@ def write(config: Config, outcomes: list[VariantResult], out: pathlib.Path) -> s
     made = "\n\n".join([markdown(table(outcomes)), "\n".join(f"- {one}" for one in sentences(outcomes))])
     m, seeds = config.model, len(runs[_DENSE])
     setting = (
-        f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}) on a mesh of "
+        f"A GPT of {parameters.published(m):,} parameters ({m.layers} layers of {m.hidden}) on a mesh of "
         f"{config.mesh.data} data ranks x {config.mesh.pipe} stages, {config.run.steps} steps of "
         f"{config.batch.global_batch * m.sequence:,} tokens, {seeds} seed{'s' if seeds > 1 else ''}: mean, lowest and "
         "highest of the validation loss after the last step, with the same seed on both sides. All gradients between "

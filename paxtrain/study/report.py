@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from paxtrain.config import Config
+from paxtrain.model import parameters
 from paxtrain.study.probe import BYTES, CsvRow
 
 PAGE = "study.md"
@@ -312,7 +313,7 @@ def _setting(config: Config, seeds: int) -> str:
     message = f"{c.batch.micro_batch * m.sequence} x {m.hidden}"
     dense = f" after the first {compress.data.start:.0%} of the steps" if compress.data.start else ""
     return (
-        f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}, sequence {m.sequence}, "
+        f"A GPT of {parameters.published(m):,} parameters ({m.layers} layers of {m.hidden}, sequence {m.sequence}, "
         f"{m.dtype}) on a mesh of {c.mesh.data} data ranks x {c.mesh.pipe} stages, {c.pipeline.schedule}, "
         f"{c.micro_batches} micro-batches a step, {c.run.steps} steps of {c.batch.global_batch * m.sequence:,} tokens, "
         f"{seeds} seed{'s' if seeds > 1 else ''}. "

@@ -13,6 +13,7 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
+from paxtrain.model import parameters
 from paxtrain.schedule.schedules import name_of
 from planner.answers.free_choice import freed
 from planner.cluster.cluster import Cluster, of_hosts
@@ -134,7 +135,7 @@ class MemoryAnswer:
                 f"it does not fit: the leanest of {self.candidates:,} plans takes {over} more than {_gb(self.limit)}"
             )
         lines = [
-            *labelled("model", f"{self.model.parameter_count():,} parameters, global batch {self.global_batch}"),
+            *labelled("model", f"{parameters.published(self.model):,} parameters, global batch {self.global_batch}"),
             *labelled("cluster", where),
             *labelled("answer", words),
             "",

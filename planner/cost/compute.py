@@ -16,6 +16,7 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
+from paxtrain.model import parameters
 from paxtrain.schedule.schedules import Numbers
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
 from planner.cluster.device_sheets import REACH, SHEETS, DeviceSheet
@@ -366,16 +367,12 @@ def packed_bytes(model: ModelConfig, micro_batch: int, rank: int, parts: int = 1
 
 def layer_parameters(model: ModelConfig, tensor: int) -> int:
     """Return the parameters of one layer on one device of a tensor group."""
-    split_biases = 0 if model.family == "llama" else 3 * model.hidden + model.ffn
-    return (model.matrices + split_biases) // tensor + model.vectors - split_biases
+    return parameters.count(model, tensor=tensor)
 
 
 def kernels(model: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
     """Return the shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed."""
-    h, part, ffn = model.hidden, model.hidden // tensor, model.ffn // tensor
-    if model.family == "llama":
-        return ((h, part), (h, 2 * model.key_value // tensor), (part, h), (h, 2 * ffn), (ffn, h))
-    return ((h, 3 * part), (part, h), (h, ffn), (ffn, h))
+    return parameters.kernels(model, tensor)
 
 
 def embedding_parameters(model: ModelConfig, tensor: int, pipe: int) -> int:
@@ -386,4 +383,5 @@ def embedding_parameters(model: ModelConfig, tensor: int, pipe: int) -> int:
         tensor: T.
         pipe: P; a single stage has all tables.
     """
-    return (model.tables if pipe == 1 else 1) * model.padded_vocab * model.hidden // tensor
+    table = parameters.by_names(model)["embedding", "token"].shape(model, tensor)
+    return (model.tables if pipe == 1 else 1) * math.prod(table)

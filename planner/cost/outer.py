@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.config import fragment_layers
+from paxtrain.model import parameters
+from paxtrain.model.fragments import fragment_layers
 from paxtrain.schedule.schedules import spec_of
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
@@ -56,8 +57,9 @@ def sent(sizes: Sizes) -> list[tuple[float, int]]:
     for fragment, count in enumerate(layers(model, c)):
         held = count * costs.layer_parameters(model, c.tensor)
         if fragment == 0:
-            norm = model.hidden if model.family == "llama" else 2 * model.hidden
-            held += sizes.embedding_parameters + model.positions * model.hidden + norm
+            tables = model.tables if c.pipe == 1 else 1
+            held += parameters.count(model, "embedding", tensor=c.tensor, tables=tables)
+            held += parameters.count(model, "final_norm")
         through, taken = 0.0, 0
         for shape in costs.kernels(model, c.tensor) if c.coded.outer is not None else ():
             own = part(shape, c.together, c.zero1)

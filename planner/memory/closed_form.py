@@ -19,6 +19,9 @@ import functools
 import numpy as np
 
 from paxtrain.config import SAVE_MODES, Config, ModelConfig
+from paxtrain.model.fragments import fragment_layers
+from paxtrain.model.parameters import by_names, count, table
+from paxtrain.model.spec import Parameter
 from paxtrain.schedule.schedules import code, each
 from planner.cost.coded import LOW_RANK, Coded, coded
 from planner.cost.outer import part
@@ -155,7 +158,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         coded=coded(compress, config.model.tied_head),
         copies=1 + (outer.momentum > 0) if outer.every else 0,
         groups=groups,
-        fragment_layers=config.fragment_layers if outer.every else (),
+        fragment_layers=fragment_layers(config.model, outer.fragments, counts, mesh.pipe) if outer.every else (),
         overlaps=outer.overlap > 0,
         min_ratio=compress.min_ratio,
     )
@@ -242,27 +245,16 @@ def left(shape: Shape) -> dict[str, PerCandidate]:
     return {"dots": one * (dots + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
 
 
-def _matrices(shape: Shape) -> list[list[PerCandidate]]:
-    """Return the dims of a layer's kernels on a device, by layout.py."""
-    model, tensor = shape.model, np.asarray(shape.tensor)
-    h, part, up = model.hidden, model.hidden // tensor, model.ffn // tensor
-    if model.family == "llama":
-        return [[h, part], [h, 2, model.key_value // tensor], [part, h], [h, 2, up], [up, h]]
-    return [[h, 3, part], [part, h], [h, up], [up, h]]
+def _matrices(shape: Shape) -> list[tuple[PerCandidate, ...]]:
+    """Return the dims of a layer's kernels on a device."""
+    return [p.shape(shape.model, np.asarray(shape.tensor)) for p in table(shape.model) if p.role == "kernel"]
 
 
-def _arrays(shape: Shape) -> list[tuple[PerCandidate, list[PerCandidate], bool]]:
-    """Return the parameters of a device as (number of arrays, their dims, cast to the compute dtype), by layout.py."""
-    model, tensor = shape.model, np.asarray(shape.tensor)
-    h, part, layers = model.hidden, model.hidden // tensor, shape.slots * shape.virtual_stages
-    tables = np.where(np.asarray(shape.pipe) == 1, model.tables, 1)
-    arrays: list[tuple[PerCandidate, list[PerCandidate], bool]] = [(layers, dims, True) for dims in _matrices(shape)]
-    arrays += [(tables, [model.padded_vocab // tensor, h], True)]
-    if model.family == "llama":
-        return [*arrays, (2 * layers + 1, [h], False)]
-    biases: list[tuple[PerCandidate, list[PerCandidate], bool]]
-    biases = [(layers, [3, part], False), (layers, [model.ffn // tensor], False)]
-    return [*arrays, (1, [model.sequence, h], True), *biases, (6 * layers + 2, [h], False)]
+def _count(shape: Shape, p: Parameter) -> PerCandidate:
+    """Return the number of arrays of a row of the architecture's table that a device holds."""
+    if p.lead == "layers":
+        return shape.slots * shape.virtual_stages
+    return np.where(np.asarray(shape.pipe) == 1, shape.model.tables, 1) if p.own[0] == "vocab" else 1
 
 
 def parameters(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]:
@@ -270,12 +262,13 @@ def parameters(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]:
     whole: PerCandidate = 0
     sharded: PerCandidate = 0
     cast: PerCandidate = 0
-    for count, dims, compute in _arrays(shape):
-        size = count * functools.reduce(np.multiply, dims)
+    for p in table(shape.model):
+        dims = p.shape(shape.model, np.asarray(shape.tensor))
+        size = _count(shape, p) * functools.reduce(np.multiply, dims)
         splits = functools.reduce(np.logical_or, [np.asarray(d) % shape.data == 0 for d in dims])
         whole = whole + size
         sharded = sharded + size / np.where(splits & (np.asarray(shape.zero1) == 1), shape.data, 1)
-        cast = cast + size * compute
+        cast = cast + size * p.cast
     return whole, sharded, cast
 
 
@@ -316,7 +309,7 @@ def _table_states(shape: Shape) -> PerCandidate:
         swaps = model.tied_head and pipe > 1
         if data == 1 and not swaps:
             return 0.0
-        positions = model.family != "llama" and data > 1
+        positions = ("embedding", "position") in by_names(model) and data > 1
         found = coded.table_state((int(rows), model.hidden), int(data), bool(zero1), swaps)
         whole = (model.sequence, model.hidden), int(data), bool(zero1)
         takes = positions and coded.table_takes(*whole, shape.min_ratio)
@@ -434,7 +427,7 @@ def _backward(shape: Shape) -> PerCandidate:
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)
-    return again + layer + waits * c * model.matrices / tensor * shape.slots
+    return again + layer + waits * c * count(model, role="kernel") / tensor * shape.slots
 
 
 def analytic(shape: Shape) -> Memory:
@@ -473,8 +466,8 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
     layers = np.add.reduce(np.reshape(config.stage_layers, (v, stages)))
     of_layers = layers / (shape.slots * v)
     tables = shape.model.tables if stages == 1 else 1
-    table = (tables * shape.model.padded_vocab // shape.tensor + shape.model.positions) * shape.model.hidden
-    held = float(table / parameters(shape)[0])  # the embedding's share of the slots' parameters
+    embedding = count(shape.model, "embedding", tensor=config.mesh.tensor, tables=tables)
+    held = float(embedding / parameters(shape)[0])  # the embedding's share of the slots' parameters
     used = of_layers * (1 - held) + np.isin(s, (0, stages - 1)) * held
     in_use = config.pipeline.spec.residual_slots(s, stages, v, m) / np.maximum(ring_slots(shape), 1)
     return Memory(

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 
+from paxtrain.model import parameters
 from paxtrain.tables import times
 from planner.report import answers, drawings, gantt, groups, traffic
 from planner.report.contents import Report, gap
@@ -87,7 +88,7 @@ ul.terms { margin: 4px 0 14px; padding-left: 18px; color: #5c6670; font-size: 13
 def page(report: Report) -> str:
     """Return the whole page as HTML."""
     c, model, cluster = report.chosen.candidate, report.model, report.cluster
-    title = f"A plan for {count(model.parameter_count())} parameters on {cluster.devices:,} devices"
+    title = f"A plan for {count(parameters.published(model))} parameters on {cluster.devices:,} devices"
     schedule_chart, schedule_words = gantt.gantt(report)
     asked = [answers.free_choice_words(report)] if report.free_choice else []
     links_chart, links_words = drawings.links(report) if len(cluster.hosts) > 1 else ("", "")

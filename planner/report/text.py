@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Sequence
 
 from paxtrain.config.options import OTHERS, PLACES
+from paxtrain.model import parameters
 from paxtrain.tables import times
 from planner.cost.candidate import Candidate
 from planner.report import groups, losses, traffic
@@ -349,7 +350,7 @@ def text(report: Report) -> str:
     model, cluster = report.model, report.cluster
     kinds = ", ".join(dict.fromkeys(cluster.kinds))
     lines = [
-        f"{count(model.parameter_count())} parameters, global batch {report.global_batch}, on {cluster.name}: "
+        f"{count(parameters.published(model))} parameters, global batch {report.global_batch}, on {cluster.name}: "
         f"{hosts(len(cluster.hosts))} x {cluster.devices_per_host} {kinds}",
         "",
         *aligned([list(HEADS), *table(report)]),

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from paxtrain.config import ModelConfig, OuterConfig, scans
-from paxtrain.config.config import fragment_layers
+from paxtrain.model.fragments import fragment_layers
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded

@@ -26,7 +26,7 @@ from paxtrain.config import (
 from paxtrain.config.data import DataConfig
 from paxtrain.config.parallel import scans
 from paxtrain.errors import UserError
-from paxtrain.model import transformer
+from paxtrain.model import parameters, transformer
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 MIXED = {"train": "a=x,b=y"}
@@ -269,8 +269,8 @@ def test_parameter_count(config, published):
     """The count agrees with the known numbers of GPT-2 small and XL, and with the sum over the real arrays."""
     padding = (config.padded_vocab - config.vocab_size) * config.hidden
     arrays = sum(math.prod(x.shape) for x in jax.tree.leaves(transformer.shapes(config)))
-    assert config.parameter_count() == arrays - padding
-    assert published is None or config.parameter_count() == published
+    assert parameters.published(config) == arrays - padding
+    assert published is None or parameters.published(config) == published
 
 
 @pytest.mark.parametrize(("vocab_size", "padded"), [(1, 128), (128, 128), (129, 256), (50257, 50304)])

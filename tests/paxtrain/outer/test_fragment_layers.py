@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from paxtrain.model import transformer
+from paxtrain.model.fragments import fragment_layers, layer_fragments
 from tests.paxtrain.outer.test_fragments import INTERLEAVED, MODEL, emulated
 
 
@@ -26,7 +27,9 @@ def test_stages_send_the_layers_of_the_arrays_that_they_exchange(fragments, mesh
     made = emulated(fragments, mesh, layers, **sections)
     parts = [made.exchange.part_shapes(fragment) for fragment in range(fragments)]
     sent = [{shape[0] for path, shape in part.items() if path[0] == "layers"} or {0} for part in parts]
-    assert [{n} for n in made.config.fragment_layers] == sent
+    c = made.config
+    of_stages = fragment_layers(c.model, c.outer.fragments, c.stage_layers, c.mesh.pipe)
+    assert [{n} for n in of_stages] == sent
 
 
 @pytest.mark.parametrize("family", [{}, {"family": "llama", "kv_heads": 2}, {"family": "llama", "tied_head": False}])
@@ -40,6 +43,6 @@ def test_no_layer_could_go_to_a_fragment_with_fewer_weights(family, vocabulary):
     }
     layer = sizes.pop("layers") / model.layers
     weights = [float(sum(sizes.values())), 0.0, 0.0]
-    for fragment in config.layer_fragments:
+    for fragment in layer_fragments(model, 3):
         assert weights[fragment] == min(weights)
         weights[fragment] += layer

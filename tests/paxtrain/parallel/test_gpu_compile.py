@@ -13,6 +13,7 @@ import pytest
 
 from paxtrain.config import Config, from_dict
 from paxtrain.config.options import LINKED, CodecOptions
+from paxtrain.model import parameters
 from paxtrain.parallel.compiler_options import GPU_OPTIONS
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.reduction import DataReduction
@@ -418,4 +419,4 @@ def test_muon_deals_matrices_out_with_all_to_alls_and_sends_nothing_else():
     )
     program = aot.compile(update.lower(state, jax.ShapeDtypeStruct((), "float32"), state.params))
     sent = {kind: size for kind, size in hlo.collective_bytes(program.as_text()).items() if size > 1000}
-    assert sent == {"all-to-all": 4 * 4 * c.model.layers * c.model.matrices // c.mesh.devices}
+    assert sent == {"all-to-all": 4 * 4 * c.model.layers * parameters.count(c.model, role="kernel") // c.mesh.devices}

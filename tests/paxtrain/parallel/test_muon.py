@@ -10,7 +10,7 @@ import pytest
 
 from paxtrain.config import CheckpointConfig, from_dict
 from paxtrain.errors import UserError
-from paxtrain.model import transformer
+from paxtrain.model import parameters, transformer
 from paxtrain.parallel.layout import names
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.muon import is_matrix, route
@@ -274,7 +274,7 @@ SMALL = 64  # bytes: norms are a number for each matrix at most
 def test_dealt_out_matrices_travel_twice_and_newton_schulz_sends_nothing(name):
     dealt, c = [(kind, size) for kind, size in sent(name) if size > SMALL], MESHES[name]
     assert {kind for kind, _ in dealt} == {"all-to-all"}
-    share = 4 * c.model.layers * c.model.matrices // c.mesh.devices  # bytes of a device
+    share = 4 * c.model.layers * parameters.count(c.model, role="kernel") // c.mesh.devices  # bytes of a device
     # Each matrix moves there and back, over data and over tensor.
     assert sum(size for _, size in dealt) == 4 * share
 

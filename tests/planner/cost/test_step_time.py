@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxtrain.model import transformer
+from paxtrain.model import parameters, transformer
 from planner.cluster.cluster import Cluster, Shares
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
@@ -83,11 +83,14 @@ def test_parameters_are_the_models(changes):
     chosen = dataclasses.replace(MODEL, **changes)
     every = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(transformer.shapes(chosen)))
     norm = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(transformer.shapes(chosen)["final_norm"]))
+    positions = 0 if changes.get("family") == "llama" else chosen.sequence
+    modules = transformer.shapes(chosen)["layers"].values()
+    kernels = sum(math.prod(module["kernel"].shape[1:]) for module in modules if "kernel" in module)
     ours = chosen.layers * costs.layer_parameters(chosen, 1) + costs.embedding_parameters(chosen, 1, 1)
-    assert ours == every - norm - chosen.positions * chosen.hidden
+    assert ours == every - norm - positions * chosen.hidden
     padding = (chosen.padded_vocab - chosen.vocab_size) * chosen.hidden * chosen.tables
-    assert chosen.parameter_count() == every - padding
-    assert sum(n * k for n, k in costs.kernels(chosen, 1)) == chosen.matrices
+    assert parameters.published(chosen) == every - padding
+    assert sum(n * k for n, k in costs.kernels(chosen, 1)) == kernels
     # With two stages or more, the first and the last hold one table each.
     assert costs.embedding_parameters(chosen, 2, 4) == chosen.padded_vocab * chosen.hidden / 2
 
