@@ -14,7 +14,7 @@ FLASH_CAPABILITY = (8, 0)  # CUDA compute capability from which on cuDNN has fla
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A GPT-2 or a Llama architecture, see paxtrain.model.transformer.
+    """A GPT-2 or a Llama architecture, see paxtrain.model.gpt2 and llama.
 
     Attributes:
         family: one of FAMILIES. "gpt2": learned positions, LayerNorm, GELU, biases. "llama": rotary positions, RMSNorm,

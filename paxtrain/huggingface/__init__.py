@@ -1,6 +1,6 @@
 """Models from and to Hugging Face's layout.
 
 exporting.py importing.py    checkpoint to model, and back
-architectures.py             names and shapes of the parameters
+architectures.py             arrays and config.json of an architecture, both ways
 files.py                     the files of a model
 """

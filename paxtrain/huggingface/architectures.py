@@ -1,7 +1,8 @@
 """Conversion between the canonical parameters and the names and shapes of Hugging Face's transformers.
 
-GPT-2's kernels are [in, out] in both. Llama's are [out, in] in transformers, which also has two arrays for each stacked
-one of ours (keys and values, gate and up). Only our vocabulary is padded. Both pair rotary dims i and i + D/2.
+The architecture's table says what is what there. Files hold kernels as matrices and biases as vectors, and often two
+arrays for a stacked one of ours (keys and values, gate and up). Only our vocabulary is padded. Both pair rotary dims i
+and i + D/2.
 """
 
 import math
@@ -12,55 +13,22 @@ import numpy as np
 
 from paxtrain.config import ModelConfig, read_section
 from paxtrain.errors import UserError
-from paxtrain.model import transformer
-from paxtrain.model.transformer import Params
+from paxtrain.model.parameters import ARCHITECTURES, architecture, by_names, table, tree
+from paxtrain.model.spec import Parameter, Params, sizes
 
-LayerPath = tuple[str, str]
-
-# Names of one layer's arrays by path; several names are stacked along dim 1 here.
-_LAYER: dict[str, dict[LayerPath, tuple[str, ...]]] = {
-    "gpt2": {
-        ("ln1", "scale"): ("ln_1.weight",),
-        ("ln1", "bias"): ("ln_1.bias",),
-        ("qkv", "kernel"): ("attn.c_attn.weight",),
-        ("qkv", "bias"): ("attn.c_attn.bias",),
-        ("out", "kernel"): ("attn.c_proj.weight",),
-        ("out", "bias"): ("attn.c_proj.bias",),
-        ("ln2", "scale"): ("ln_2.weight",),
-        ("ln2", "bias"): ("ln_2.bias",),
-        ("up", "kernel"): ("mlp.c_fc.weight",),
-        ("up", "bias"): ("mlp.c_fc.bias",),
-        ("down", "kernel"): ("mlp.c_proj.weight",),
-        ("down", "bias"): ("mlp.c_proj.bias",),
-    },
-    "llama": {
-        ("ln1", "scale"): ("input_layernorm.weight",),
-        ("q", "kernel"): ("self_attn.q_proj.weight",),
-        ("kv", "kernel"): ("self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        ("out", "kernel"): ("self_attn.o_proj.weight",),
-        ("ln2", "scale"): ("post_attention_layernorm.weight",),
-        ("gate_up", "kernel"): ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        ("down", "kernel"): ("mlp.down_proj.weight",),
-    },
-}
-# Prefix of a layer's names, with its number; and the other arrays except the vocabulary's tables.
-_PREFIX = {"gpt2": "transformer.h.{}.", "llama": "model.layers.{}."}
-_REST: dict[str, dict[LayerPath, str]] = {
-    "gpt2": {
-        ("embedding", "position"): "transformer.wpe.weight",
-        ("final_norm", "scale"): "transformer.ln_f.weight",
-        ("final_norm", "bias"): "transformer.ln_f.bias",
-    },
-    "llama": {("final_norm", "scale"): "model.norm.weight"},
-}
-# Families by their model_type; a Mistral without a sliding window is a Llama.
-_FAMILY = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama"}
-_EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
-_HEAD = "lm_head.weight"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
+_FAMILY = {kind: family for family, one in ARCHITECTURES.items() for kind in one.model_types}
 
 
 # --- Arrays -----------------------------------------------------------------------------------------------------------
+
+
+def _shapes(p: Parameter, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of one array of the files, as it is here and, before it is transposed, as it is there."""
+    here = tuple(size for i, size in enumerate(p.shape(config)) if i != p.stack)
+    if p.role == "kernel":
+        return here, (here[0], math.prod(here[1:]))
+    return here, (math.prod(here),) if p.role == "bias" else here
 
 
 def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -70,26 +38,24 @@ def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
         params: canonical parameters in numpy.
         config: architecture.
     """
-    family, vocab = config.family, config.vocab_size
-    turned = family == "llama"
-    token = params["embedding"]["token"]
-    found = {_EMBEDDING[family]: (token if config.tied_head else token[0])[:vocab]}
-    for (group, name), key in _REST[family].items():
-        found[key] = params[group][name]
+    found: dict[str, np.ndarray] = {}
+
+    def add(p: Parameter, x: np.ndarray, layer: int = 0) -> None:
+        axis = 0 if p.lead == "tables" else p.stack
+        parts = [x] if axis is None else list(np.moveaxis(x, axis, 0))
+        for name, part in zip(p.sources, parts, strict=True):
+            part = part[: config.vocab_size] if p.own[0] == "vocab" else part.reshape(_shapes(p, config)[1])
+            found[name.format(layer)] = np.ascontiguousarray(part.T if p.transposed else part)
+
+    arrays = [(p, params[p.names[0]]) for p in table(config)]
+    for p, entry in arrays:
+        if p.lead != "layers":
+            add(p, entry[p.names[1]])
     for layer in range(config.layers):
-        for (group, name), theirs in _LAYER[family].items():
-            x = params["layers"][group][name][layer]
-            parts = [x[:, i] for i in range(len(theirs))] if len(theirs) > 1 else [x]
-            for key, part in zip(theirs, parts, strict=True):
-                if name == "kernel":
-                    part = part.reshape(part.shape[0], -1)
-                    part = part.T if turned else part
-                elif name == "bias":
-                    part = part.reshape(-1)
-                found[_PREFIX[family].format(layer) + key] = part
-    if not config.tied_head:
-        found[_HEAD] = token[1][:vocab]
-    return {name: np.ascontiguousarray(x) for name, x in found.items()}
+        for p, entry in arrays:
+            if p.lead == "layers":
+                add(p, entry[p.names[1]][p.names[2]][layer], layer)
+    return found
 
 
 def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: int = 0, positions: int = 0) -> Params:
@@ -104,9 +70,6 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
     Raises:
         UserError: an array has another shape than the architecture's, is quantized, or has numbers that are not finite.
     """
-    family, shapes = config.family, transformer.shapes(config)
-    turned = family == "llama"
-    found: Params = {group: {} for group in shapes}
 
     def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array as float32, if it has the shape."""
@@ -114,7 +77,9 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
         if x.dtype.name not in _FLOATS:
             raise UserError(f"array {name} is of {x.dtype.name}; {', '.join(_FLOATS)} can be imported")
         if x.shape != shape:
-            raise UserError(f"array {name} is {list(x.shape)}; a {family} model of these sizes has {list(shape)}")
+            raise UserError(
+                f"array {name} is {list(x.shape)}; a {config.family} model of these sizes has {list(shape)}"
+            )
         x = x.astype(np.float32)
         if not np.isfinite(x).all():
             raise UserError(
@@ -123,35 +88,30 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
             )
         return x
 
-    def kept(name: str, key: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return an array of a layer; files hold kernels as matrices and biases as vectors."""
-        if name == "kernel":
-            matrix = (shape[0], math.prod(shape[1:]))
-            return (checked(key, matrix[::-1]).T if turned else checked(key, matrix)).reshape(shape)
-        return checked(key, (math.prod(shape),)).reshape(shape)
+    def one(p: Parameter, name: str) -> np.ndarray:
+        """Return an array of the files as it is here."""
+        here, there = _shapes(p, config)
+        if p.own[0] == "vocab":
+            x = checked(name, (vocabulary or config.vocab_size, *there[1:]))
+            x = np.concatenate([x, np.repeat(x.mean(0, keepdims=True), config.vocab_size - len(x), axis=0)])
+            return np.pad(x, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
+        if p.own[0] == "positions":  # of a shorter sequence the first positions are the same
+            return checked(name, (positions or there[0], *there[1:]))[: there[0]]
+        return (checked(name, there[::-1]).T if p.transposed else checked(name, there)).reshape(here)
 
-    def table(name: str) -> np.ndarray:
-        """Return an array with a row per token, padded with zeros."""
-        x = checked(name, (vocabulary or config.vocab_size, config.hidden))
-        x = np.concatenate([x, np.repeat(x.mean(0, keepdims=True), config.vocab_size - len(x), axis=0)])
-        return np.pad(x, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
+    def joined(p: Parameter, layer: int = 0) -> np.ndarray:
+        parts = [one(p, name.format(layer)) for name in p.sources]
+        return np.stack(parts, axis=p.stack or 0) if len(parts) > 1 else parts[0]
 
-    token = table(_EMBEDDING[family])
-    found["embedding"]["token"] = token if config.tied_head else np.stack([token, table(_HEAD)])
-    for (group, name), key in _REST[family].items():
-        shape = shapes[group][name].shape
-        if name == "position":  # of a shorter sequence the first positions are the same
-            shape = (positions or shape[0], *shape[1:])
-        found[group][name] = checked(key, shape)[: shapes[group][name].shape[0]]
-    for (group, name), theirs in _LAYER[family].items():
-        stacked = np.empty(shapes["layers"][group][name].shape, np.float32)
-        for layer in range(config.layers):
-            keys = [_PREFIX[family].format(layer) + key for key in theirs]
-            shape = stacked.shape[1:] if len(keys) == 1 else (stacked.shape[1], *stacked.shape[3:])
-            parts = [kept(name, key, shape) for key in keys]
-            stacked[layer] = np.stack(parts, axis=1) if len(parts) > 1 else parts[0]
-        found["layers"].setdefault(group, {})[name] = stacked
-    return found
+    def stacked(p: Parameter) -> np.ndarray:
+        if p.lead != "layers":
+            return joined(p)
+        found = np.empty((sizes(config)[p.lead], *p.shape(config)), np.float32)
+        for layer in range(len(found)):
+            found[layer] = joined(p, layer)
+        return found
+
+    return tree({names: stacked(p) for names, p in by_names(config).items()})
 
 
 # --- Configuration ----------------------------------------------------------------------------------------------------
@@ -164,56 +124,14 @@ def to_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         config: architecture.
         dtype: dtype of the saved arrays.
     """
-    common = {
+    return {
+        **architecture(config).to_huggingface(config),
+        "model_type": architecture(config).model_types[0],
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied_head,
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    if config.family == "llama":
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": config.hidden,
-            "intermediate_size": config.ffn,
-            "num_hidden_layers": config.layers,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.key_value_heads,
-            "head_dim": config.head_dim,
-            "max_position_embeddings": config.sequence,
-            "rms_norm_eps": config.norm_epsilon,
-            "rope_theta": config.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            **common,
-        }
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": config.hidden,
-        "n_inner": config.ffn,
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_positions": config.sequence,
-        "layer_norm_epsilon": config.norm_epsilon,
-        "activation_function": "gelu_new",
-        "embd_pdrop": config.embedding_dropout,
-        "resid_pdrop": config.residual_dropout,
-        "attn_pdrop": 0.0,
-        **common,
-    }
-
-
-def _demand(values: Mapping[str, object], where: str, wanted: Mapping[str, tuple[object, ...]]) -> None:
-    """Require that settings have implemented values; the first value of each is its default."""
-    for name, known in wanted.items():
-        if (value := values.get(name, known[0])) not in known:
-            raise UserError(
-                f"{where} says {name}={value!r}, which is not implemented; "
-                f"{' or '.join(repr(x) for x in known)} would work"
-            )
 
 
 def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
@@ -233,11 +151,18 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise UserError(f"{where} is of a quantized model ({method}); import the one that it was made of")
     try:
-        fields = (_from_llama if _FAMILY[kind] == "llama" else _from_gpt2)(values, where)
+        fields, demands = ARCHITECTURES[_FAMILY[kind]].from_huggingface(values)
+        fields = {"family": _FAMILY[kind], "vocab_size": values["vocab_size"], **fields}
     except KeyError as error:
         raise UserError(f"{where} lacks {error.args[0]}; is it the config.json of a {kind} model?") from error
     except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise UserError(f"{where} has values that no {kind} model has: {error}") from error
+    for name, (value, known) in demands.items():
+        if value not in known:
+            raise UserError(
+                f"{where} says {name}={value!r}, which is not implemented; "
+                f"{' or '.join(repr(x) for x in known)} would work"
+            )
     read_section(ModelConfig, fields, f"{where}: model")
     _check_special(values, where)
     return fields
@@ -253,49 +178,3 @@ def _check_special(values: Mapping[str, Any], where: str) -> None:
                     f"{where} says {name}={number!r}; it must be an id of the vocabulary, or null if there is no such "
                     "token"
                 )
-
-
-def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, object]:
-    """Return the fields of ModelConfig that a GPT-2's config.json determines."""
-    wanted = {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    }
-    _demand(values, where, wanted)
-    return {
-        "family": "gpt2",
-        "vocab_size": values["vocab_size"],
-        "layers": values["n_layer"],
-        "hidden": values["n_embd"],
-        "heads": values["n_head"],
-        "kv_heads": 0,
-        "intermediate": values.get("n_inner") or 4 * values["n_embd"],
-        "sequence": values["n_positions"],
-        "tied_head": values.get("tie_word_embeddings", True),
-        "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
-    }
-
-
-def _from_llama(values: Mapping[str, Any], where: str) -> dict[str, object]:
-    """Return the fields of ModelConfig that a Llama's config.json determines."""
-    _demand(values, where, {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)})
-    if values["model_type"] == "mistral":
-        _demand({"sliding_window": values.get("sliding_window", 4096)}, where, {"sliding_window": (None,)})
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    _demand({"rope_type": rope.get("rope_type", rope.get("type", "default"))}, where, {"rope_type": ("default",)})
-    hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    _demand({"head_dim": values.get("head_dim") or hidden // heads}, where, {"head_dim": (hidden // heads,)})
-    return {
-        "family": "llama",
-        "vocab_size": values["vocab_size"],
-        "layers": values["num_hidden_layers"],
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": values.get("num_key_value_heads") or heads,
-        "intermediate": values["intermediate_size"],
-        "tied_head": values.get("tie_word_embeddings", False),
-        "norm_epsilon": values.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope.get("rope_theta", values.get("rope_theta", 10_000.0)),
-    }

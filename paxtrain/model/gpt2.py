@@ -4,11 +4,12 @@ References:
     Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
-from paxtrain.model.spec import Architecture, Parameter, Params, bias, kernel, norm, table, vocabulary
+from paxtrain.model.spec import Architecture, Demand, Parameter, Params, bias, kernel, norm, table, vocabulary
 
 if TYPE_CHECKING:
     import jax
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 
 class GPT2(Architecture):
+    model_types = ("gpt2",)
+
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
         h = "transformer.h.{}."
         return (
@@ -47,3 +50,37 @@ class GPT2(Architecture):
         h = nn.enter(nn.norm(p["ln2"], x, c.config.norm_epsilon), c.group)
         h = nn.gelu(nn.columns(p["up"], h, "up"))
         return x + nn.dropped(nn.rows(p["down"], h, c.group), c, 2)
+
+    def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": config.hidden,
+            "n_inner": config.ffn,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_positions": config.sequence,
+            "layer_norm_epsilon": config.norm_epsilon,
+            "activation_function": "gelu_new",
+            "embd_pdrop": config.embedding_dropout,
+            "resid_pdrop": config.residual_dropout,
+            "attn_pdrop": 0.0,
+        }
+
+    def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
+        known: dict[str, tuple[object, ...]] = {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        }
+        fields = {
+            "layers": values["n_layer"],
+            "hidden": values["n_embd"],
+            "heads": values["n_head"],
+            "kv_heads": 0,
+            "intermediate": values.get("n_inner") or 4 * values["n_embd"],
+            "sequence": values["n_positions"],
+            "tied_head": values.get("tie_word_embeddings", True),
+            "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
+        }
+        return fields, {name: (values.get(name, some[0]), some) for name, some in known.items()}

@@ -5,12 +5,13 @@ References:
 """
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
 from paxtrain.model import spec
-from paxtrain.model.spec import Architecture, Parameter, Params, norm, vocabulary
+from paxtrain.model.spec import Architecture, Demand, Parameter, Params, norm, vocabulary
 
 if TYPE_CHECKING:
     import jax
@@ -21,6 +22,8 @@ kernel = functools.partial(spec.kernel, transposed=True)
 
 
 class Llama(Architecture):
+    model_types = ("llama", "mistral")  # a Mistral without a sliding window is a Llama
+
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
         one = "model.layers.{}."
         keys_values = f"{one}self_attn.k_proj.weight {one}self_attn.v_proj.weight"
@@ -47,3 +50,44 @@ class Llama(Architecture):
         h = nn.enter(nn.norm(p["ln2"], x, c.config.norm_epsilon), c.group)
         h = nn.swiglu(nn.columns(p["gate_up"], h, "up"))
         return x + nn.dropped(nn.rows(p["down"], h, c.group), c, 2)
+
+    def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": config.hidden,
+            "intermediate_size": config.ffn,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.key_value_heads,
+            "head_dim": config.head_dim,
+            "max_position_embeddings": config.sequence,
+            "rms_norm_eps": config.norm_epsilon,
+            "rope_theta": config.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+
+    def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        hidden, heads = values["hidden_size"], values["num_attention_heads"]
+        fields = {
+            "layers": values["num_hidden_layers"],
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": values.get("num_key_value_heads") or heads,
+            "intermediate": values["intermediate_size"],
+            "tied_head": values.get("tie_word_embeddings", False),
+            "norm_epsilon": values.get("rms_norm_eps", 1e-6),
+            "rope_theta": rope.get("rope_theta", values.get("rope_theta", 10_000.0)),
+        }
+        window = values.get("sliding_window", 4096) if values["model_type"] == "mistral" else None
+        return fields, {
+            "hidden_act": (values.get("hidden_act", "silu"), ("silu",)),
+            "attention_bias": (values.get("attention_bias", False), (False,)),
+            "mlp_bias": (values.get("mlp_bias", False), (False,)),
+            "sliding_window": (window, (None,)),
+            "rope_type": (rope.get("rope_type", rope.get("type", "default")), ("default",)),
+            "head_dim": (values.get("head_dim") or hidden // heads, (hidden // heads,)),
+        }

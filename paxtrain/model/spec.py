@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from paxtrain.config import ModelConfig
@@ -13,6 +14,7 @@ if TYPE_CHECKING:  # they import jax, which takes long
     from paxtrain.model.context import LayerContext
 
 Params: TypeAlias = dict[str, Any]
+Demand: TypeAlias = tuple[object, tuple[object, ...]]  # what a config.json says, and what is implemented
 SPLIT = ("heads", "kv_heads", "ffn", "vocab")  # the dims that tensor parallelism splits
 _STACKS = ("layers", "tables")  # leading dims of stacked arrays; the mesh layout has a dim of stages in their place
 
@@ -40,8 +42,8 @@ class Parameter:
     Attributes:
         path: place in the tree of parameters, such as "layers/qkv/kernel".
         dims: a word for each dim, such as "layers embed 3 heads*head": a logical name, names with * between, a number.
-        files: names in Hugging Face's files, with {} for the layer's number. Several are stacked here, in the order of
-            the dim that is a number or "tables".
+        files: names in Hugging Face's files, with {} for the layer's number. Several arrays are stacked here, along the
+            dim that is a number or "tables".
         role: "kernel" of a matrix product with every token, "norm", "bias", or "table" whose rows are looked up.
         init: "normal" N(0, 0.02), "residual" N(0, 0.02 / sqrt(2 L)), "ones" or "zeros".
         transposed: Hugging Face's files hold the kernel as [out, in].
@@ -74,6 +76,17 @@ class Parameter:
     def split(self) -> int | None:
         """The place in `own` of the dim that tensor parallelism splits, or None."""
         return next((i for i, dim in enumerate(self.own) if dim.partition("*")[0] in SPLIT), None)
+
+    @functools.cached_property
+    def sources(self) -> tuple[str, ...]:
+        """The names of `files`."""
+        return tuple(self.files.split())
+
+    @functools.cached_property
+    def stack(self) -> int | None:
+        """The place in `own` of the dim along which several arrays of the files are stacked, or None."""
+        numbers = [i for i, dim in enumerate(self.own) if dim.isdecimal()]
+        return numbers[0] if len(self.sources) > 1 and numbers else None
 
     @property
     def decays(self) -> bool:
@@ -117,13 +130,35 @@ def vocabulary(config: ModelConfig, embedding: str, head: str = "lm_head.weight"
 
 
 class Architecture:
-    """What a family of models is."""
+    """What a family of models is.
+
+    Attributes:
+        model_types: its names in Hugging Face's config.json; the first one is that of exports.
+    """
+
+    model_types: tuple[str, ...] = ()
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
         """Return the table of parameters: a layer's are below "layers", the others below "embedding" and "final_norm".
 
         Args:
             config: the model's shape.
+        """
+        raise NotImplementedError
+
+    def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
+        """Return what its config.json says besides what those of all models say.
+
+        Args:
+            config: the model's shape.
+        """
+        raise NotImplementedError
+
+    def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
+        """Return the fields of ModelConfig that a config.json determines, and what it must say of other things.
+
+        Args:
+            values: content of the config.json.
         """
         raise NotImplementedError
 
