@@ -39,6 +39,7 @@ class ModelConfig:
         separator: id of the token with which documents begin; -1: all tokens of a sample are one document. A token that
             ends documents serves as well, as the first token of the next one. Attention stays within a document, and
             positions count from its beginning.
+        module: architecture of one's own in place of the family's, as package.module:Class.
     """
 
     family: str = "gpt2"
@@ -58,6 +59,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     attention: str = "auto"
     separator: int = -1
+    module: str = ""
 
     def __post_init__(self) -> None:
         choice("model.family", self.family, FAMILIES)
@@ -82,7 +84,7 @@ class ModelConfig:
             f"{either(near(self.heads, self.key_value_heads, lambda n: pairs == 2 or n == self.heads))} would fit",
         )
         require(
-            self.family == "llama" or self.key_value_heads == self.heads,
+            self.family == "llama" or bool(self.module) or self.key_value_heads == self.heads,
             f"model.kv_heads={self.kv_heads} needs model.family=llama, got {self.family}; 0 would work",
         )
         require(

@@ -23,6 +23,12 @@ _FAMILY = {kind: family for family, one in ARCHITECTURES.items() for kind in one
 # --- Arrays -----------------------------------------------------------------------------------------------------------
 
 
+def _require_names(config: ModelConfig) -> None:
+    """Require that the architecture's table has the names of Hugging Face's files."""
+    if not architecture(config).model_types:
+        raise UserError(f"model.module={config.module} has no model_types, so it is no model of Hugging Face's files")
+
+
 def _shapes(p: Parameter, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of one array of the files, as it is here and, before it is transposed, as it is there."""
     here = tuple(size for i, size in enumerate(p.shape(config)) if i != p.stack)
@@ -38,6 +44,7 @@ def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
         params: canonical parameters in numpy.
         config: architecture.
     """
+    _require_names(config)
     found: dict[str, np.ndarray] = {}
 
     def add(p: Parameter, x: np.ndarray, layer: int = 0) -> None:
@@ -70,6 +77,7 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
     Raises:
         UserError: an array has another shape than the architecture's, is quantized, or has numbers that are not finite.
     """
+    _require_names(config)
 
     def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array as float32, if it has the shape."""

@@ -3,6 +3,7 @@
 gpt2.py llama.py      the architectures: parameters, and a layer that reads aloud
 spec.py               what an architecture gives, and what a row of its table says
 parameters.py         the table of a configuration's model, and what is counted by it
+imported.py           architectures of one's own, by package.module:Class
 transformer.py        the model of a configuration, for one device and for many
 context.py            what a layer depends on besides its parameters; dropout
 attention.py          attention, rotary positions, the choice of the implementation
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from paxtrain.model.pointwise import swiglu as swiglu
     from paxtrain.model.tensor_parallel import columns as columns
     from paxtrain.model.tensor_parallel import enter as enter
+    from paxtrain.model.tensor_parallel import leave as leave
     from paxtrain.model.tensor_parallel import rows as rows
 
 _EXPORTS = {
@@ -38,6 +40,7 @@ _EXPORTS = {
     "enter": "tensor_parallel",
     "gelu": "pointwise",
     "heads": "attention",
+    "leave": "tensor_parallel",
     "middle": "context",
     "norm": "pointwise",
     "rotate": "attention",

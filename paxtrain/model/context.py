@@ -1,5 +1,6 @@
 """What a layer depends on besides its parameters and its input, and dropout, which draws from it."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ class Dropout(NamedTuple):
     samples: jax.Array
 
 
-class LayerContext(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class LayerContext:
     """What a layer depends on besides its parameters and its input.
 
     Attributes:

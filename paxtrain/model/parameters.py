@@ -8,6 +8,7 @@ from typing import Any
 
 from paxtrain.config import ModelConfig
 from paxtrain.model.gpt2 import GPT2
+from paxtrain.model.imported import check, imported
 from paxtrain.model.llama import Llama
 from paxtrain.model.spec import Architecture, Parameter, Params, sizes
 
@@ -15,14 +16,20 @@ ARCHITECTURES: dict[str, Architecture] = {"gpt2": GPT2(), "llama": Llama()}  # b
 
 
 def architecture(config: ModelConfig) -> Architecture:
-    """Return the architecture of a model."""
-    return ARCHITECTURES[config.family]
+    """Return the architecture of a model.
+
+    Raises:
+        UserError: it is a class of one's own that cannot be imported, or is no architecture.
+    """
+    return imported(config.module) if config.module else ARCHITECTURES[config.family]
 
 
 @functools.lru_cache(maxsize=1024)
 def table(config: ModelConfig) -> tuple[Parameter, ...]:
     """Return the table of a model's parameters."""
-    return architecture(config).parameters(config)
+    rows = architecture(config).parameters(config)
+    check(rows, config)
+    return rows
 
 
 @functools.lru_cache(maxsize=1024)

@@ -51,8 +51,8 @@ class Parameter:
 
     path: str
     dims: str
-    files: str
-    role: Literal["kernel", "norm", "bias", "table"]
+    files: str = ""
+    role: Literal["kernel", "norm", "bias", "table"] = "kernel"
     init: Literal["normal", "residual", "ones", "zeros"] = "normal"
     transposed: bool = False
 
@@ -64,7 +64,7 @@ class Parameter:
     @functools.cached_property
     def lead(self) -> str:
         """The dim that stacks layers or tables, or ""."""
-        first = self.dims.split()[0]
+        first = self.dims.partition(" ")[0]
         return first if first in _STACKS else ""
 
     @functools.cached_property
@@ -116,7 +116,7 @@ bias = functools.partial(Parameter, role="bias", init="zeros")
 table = functools.partial(Parameter, role="table")
 
 
-def vocabulary(config: ModelConfig, embedding: str, head: str = "lm_head.weight") -> Parameter:
+def vocabulary(config: ModelConfig, embedding: str = "", head: str = "lm_head.weight") -> Parameter:
     """Return the vocabulary's table, or those of the embedding and of an untied head, which a stage holds one of.
 
     Args:

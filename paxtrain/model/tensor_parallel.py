@@ -21,7 +21,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from compress.collectives import reduce_scatter
-from paxtrain.model.spec import Params
 
 
 @jax.named_scope("tensor")
@@ -93,7 +92,7 @@ def leave(x: jax.Array, group: Group) -> jax.Array:
     return scatter(x, group.axis) if group.sequence else reduce(x, group.axis)
 
 
-def columns(p: Params, h: jax.Array, name: str) -> jax.Array:
+def columns(p: dict[str, jax.Array], h: jax.Array, name: str) -> jax.Array:
     """Multiply h [B, S, H] by a kernel [H, F/T] or [H, several, F/T] that is split by columns, and add its bias if any.
 
     Args:
@@ -106,7 +105,7 @@ def columns(p: Params, h: jax.Array, name: str) -> jax.Array:
     return y + p["bias"].astype(h.dtype) if "bias" in p else y
 
 
-def rows(p: Params, x: jax.Array, group: Group) -> jax.Array:
+def rows(p: dict[str, jax.Array], x: jax.Array, group: Group) -> jax.Array:
     """Multiply x [B, S, F/T] by a kernel [F/T, H] that is split by rows, and add its bias if any."""
     y = leave(x @ p["kernel"], group)
     return y + p["bias"].astype(x.dtype) if "bias" in p else y

@@ -29,7 +29,7 @@ def architecture(config: ModelConfig) -> dict[str, str | int | float]:
     if not any("positions" in p.own for p in parameters.table(config)):  # rotary positions have no end
         free.add("sequence")
     values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
-    return {name: value for name, value in values.items() if name not in free}
+    return {name: value for name, value in values.items() if name not in free and (name != "module" or value)}
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
