@@ -6,7 +6,7 @@ data.py compress.py run.py                   data; compression; run and checkpoi
 options.py                                   options of codecs, and the places that have codecs
 load.py shipped.py                           configurations from mappings and files; shipped files by name
 plan.py                                      a plan, which sets mesh, pipeline, batch, compression and groups
-checks.py                                    helpers of the sections' checks, which are in their __post_init__
+checks.py                                    helpers of the sections' `check`; settings that would fit instead
 """
 
 from paxtrain.config.compress import CompressConfig

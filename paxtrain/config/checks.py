@@ -1,39 +1,160 @@
-"""Checks of the configuration's values, with messages that say what would fit."""
+"""Checks of the configuration, and the settings with which what was refused is accepted.
 
+A rule that several settings break raises `Refusal` with ways out: changes of settings, each of which settles the rule.
+What the user reads names the ways that all other rules accept, too. If one breaks another rule, or another rule was
+broken anyway, the ways out of that are tried along with it. No setting is changed twice, so advice has no circles.
+"""
+
+import copy
+import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from paxtrain.errors import UserError, whole
 
 MOST = 2**31 - 1  # steps, and whatever else has no limit of its own
 Number = TypeVar("Number", int, float)
+OUT = object()  # value of a setting, or of all settings below a name, that is to be left out
+Way: TypeAlias = dict[str, Any]  # values by dotted name
+_SHOWN, _LONG = 2, 3  # ways that advice names, and the settings from which on a way is long
+_TRIED, _NEAR = 200, 3  # ways that are tried with as many rules, and divisors on each side
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise UserError(message) if the condition does not hold."""
+class Refusal(UserError):
+    """The refusal of settings that do not fit each other.
+
+    Attributes:
+        text: what is wrong, and what was given.
+        ways: changes of settings, each of which settles it; the message names the first ones.
+    """
+
+    def __init__(self, text: str, ways: Sequence[Way] = ()) -> None:
+        super().__init__(f"{text}; {_phrase(ways)} would fit" if ways else text)
+        self.text, self.ways = text, ways
+
+
+class Checked:
+    """A part of the configuration that checks itself when it is made."""
+
+    depth: ClassVar[int] = 1  # names before those of its settings: model.heads has one, compress.data.rank two
+
+    def check(self) -> None:
+        """Require that the settings fit each other.
+
+        Raises:
+            UserError: they do not.
+        """
+
+    def __post_init__(self) -> None:
+        try:
+            self.check()
+        except Refusal as refusal:
+            raise Refusal(refusal.text, _accepted(self, refusal.ways)) from None
+
+
+def require(condition: bool, message: str, *ways: Way | Iterable[Way]) -> None:
+    """Require that a condition holds.
+
+    Args:
+        condition: the condition.
+        message: what is wrong, and what was given.
+        ways: changes of settings, each of which would make the condition hold, the best first.
+
+    Raises:
+        Refusal: it does not hold.
+    """
     if not condition:
-        raise UserError(message)
+        raise Refusal(message, [way for some in ways for way in ([some] if isinstance(some, dict) else some)])
 
 
-def near(n: int, target: int, fits: Callable[[int], bool] = lambda d: True) -> list[int]:
-    """Return the divisors of n nearest to `target`, below and above it, of those that also fit the other rules."""
+def each(name: str, values: Iterable[object]) -> Iterator[Way]:
+    """Yield a way for each value of a setting."""
+    return ({name: value} for value in values)
+
+
+def near(n: int, target: int, fits: Callable[[int], bool] = lambda d: True) -> Iterator[int]:
+    """Yield divisors of n nearest to `target`, below and above it in turn, of those that also fit the other rules."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     divisors = [d for d in small + [n // d for d in reversed(small) if d * d < n] if fits(d)]
-    return [d for d in divisors if d <= target][-1:] + [d for d in divisors if d > target][:1]
+    below, above = ([d for d in divisors if d <= target], [d for d in divisors if d > target])
+    pairs = itertools.zip_longest(below[: -_NEAR - 1 : -1], above[:_NEAR])
+    yield from (d for pair in pairs for d in pair if d is not None)
 
 
-def either(values: Iterable[object]) -> str:
-    """Return values as a phrase: "4 or 6"."""
-    return " or ".join(map(str, values))
-
-
-def multiples_near(n: int, target: int) -> str:
-    """Return the multiples of n nearest to `target`, as a phrase."""
+def multiples_near(n: int, target: int) -> Iterator[int]:
+    """Yield the multiples of n nearest to `target`."""
     below = target // n * n
-    return either([below, below + n] if below else [n])
+    yield from [below, below + n] if below else [n]
+
+
+def _words(way: Way) -> str:
+    """Return a way as words: "mesh.pipe=2 with model.layers=2 and compress.data left out"."""
+    first, *others = [f"{name} left out" if value is OUT else f"{name}={value}" for name, value in way.items()]
+    return " with ".join(filter(None, (first, " and ".join(others))))
+
+
+def _phrase(ways: Sequence[Way]) -> str:
+    """Return the ways that advice names as a phrase: "mesh.tensor=2 or 4"; of long ones it is the first only."""
+    shown = ways[: _SHOWN if len(ways[0]) < _LONG else 1]
+    phrases = [_words(way) for way in shown]
+    if [len(way) for way in shown] == [1, 1]:
+        (first, equals, one), (second, _, other) = (phrase.partition("=") for phrase in phrases)
+        if first == second:
+            return f"{first}{equals}{one} or {other}"
+    return ", or ".join(phrases) + "," * (len(phrases) > 1)
+
+
+def _changed(part: Checked, way: Way) -> Checked:
+    """Return a copy with some settings changed, which is not checked."""
+    found = copy.copy(part)
+    for name, value in way.items():
+        place, (*sections, last) = found, name.split(".")[part.depth :]
+        for section in sections:
+            object.__setattr__(place, section, copy.copy(getattr(place, section)))
+            place = getattr(place, section)
+        object.__setattr__(place, last, getattr(type(place), last) if value is OUT else value)
+    return found
+
+
+def _check(part: Checked) -> None:
+    """Check a part and the parts inside it."""
+    for value in vars(part).values():
+        if isinstance(value, Checked):
+            _check(value)
+    part.check()
+
+
+def _meet(way: Way, other: Way) -> bool:
+    """Return whether two ways change the same setting."""
+    return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in way for b in other)
+
+
+def _accepted(part: Checked, ways: Sequence[Way]) -> Sequence[Way]:
+    """Return the ways that all rules of a part accept, each with as few further changes as possible.
+
+    Ways that need more than one further change more than others are left out. If nothing is accepted, all come back.
+    """
+    found = dict[int, Way]()  # by the number of the way that it begins with
+    tried, going = list(enumerate(ways)), True
+    while tried and going:
+        going, longer = not found, list[tuple[int, Way]]()
+        for first, way in tried:
+            if first in found:
+                continue
+            try:
+                _check(_changed(part, way))
+            except UserError as error:
+                others = error.ways if isinstance(error, Refusal) else ()
+                longer += [(first, way | other) for other in others if not _meet(way, other)]
+            else:
+                found[first] = {name: value for name, value in way.items() if _changed(part, {name: value}) != part}
+        tried = longer[:_TRIED]
+    accepted = [found[first] for first in sorted(found)]
+    needed = [way for way in accepted if not any(other.items() < way.items() for other in accepted)]
+    return [way for i, way in enumerate(needed) if way not in needed[:i]] or ways
 
 
 def shown(value: object) -> str:
@@ -148,13 +269,22 @@ def steps(name: str, text: str, last: int) -> range:
         f"{name}={text!r} must be FIRST:END, such as 10:13 for the steps 10, 11 and 12",
     )
     found = range(*map(int, parts))
-    require(found.start > 0, f"{name}={text} begins with step {found.start}, but steps are counted from 1")
+    require(
+        found.start > 0,
+        f"{name}={text} begins with step {found.start}, but steps are counted from 1",
+        {name: f"1:{max(found.stop, 2)}"},
+        {name: OUT},
+    )
     require(
         found.start < found.stop,
-        f"{name}={text} holds no step: END comes after the last; {found.start}:{found.start + 1} would work",
+        f"{name}={text} holds no step: END comes after the last",
+        {name: f"{found.start}:{found.start + 1}"},
+        {name: OUT},
     )
     require(
         found.stop <= last + 1,
-        f"{name}={text} reaches to step {found.stop - 1}, but run.steps={last}; ask for more steps, or profile earlier",
+        f"{name}={text} reaches to step {found.stop - 1}, but run.steps={last}",
+        {"run.steps": found.stop - 1},
+        {name: f"{min(found.start, last)}:{last + 1}"},
     )
     return found

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from paxtrain.config.checks import bounded, choice, numbers, positive, require
+from paxtrain.config.checks import OUT, Checked, bounded, choice, numbers, positive, require
 from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, CodecOptions
 from paxtrain.errors import whole
 
@@ -13,7 +13,7 @@ _ALONE = ("_seconds", "_low", "_high")  # ends of settings over data that were k
 
 
 @dataclasses.dataclass(frozen=True)
-class PlaceConfig:
+class PlaceConfig(Checked):
     """A place at which something is compressed, the part compress.PLACE of the configuration.
 
     Attributes:
@@ -26,18 +26,22 @@ class PlaceConfig:
     codec: str = ""
     options: CodecOptions = NO_OPTIONS
 
+    depth = 2
     place, asked = "", ""  # name of the place, and of the setting that says what is compressed
     dense = ""  # why low rank is not offered
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         at, option = f"compress.{self.place}", next(iter(self.options), "")
         require(
             not self.dense or self.codec != LOW_RANK,
-            f"{at}.codec={LOW_RANK} is not offered: {self.dense}; choose int8",
+            f"{at}.codec={LOW_RANK} is not offered: {self.dense}",
+            {f"{at}.codec": "int8"},
+            {f"{at}.codec": OUT},
         )
         require(
             not self.dense or not option or self.codec != "",
-            f"{at}.options.{option} is an option of a codec; name one with --config.{at}.codec",
+            f"{at}.options.{option} is an option of a codec, and --config.{at}.codec names none",
+            {f"{at}.options": OUT},
         )
 
 
@@ -53,21 +57,23 @@ class RankedConfig(PlaceConfig):
 
     of_low_rank: ClassVar[tuple[str, ...]] = ()  # settings that no other codec has
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         at = f"compress.{self.place}"
         bounded(at, self)
         positive(at, self, "rank")
         require(
             not self.low_rank or not self.options,
             f"{at}.options.{next(iter(self.options), '')} is an option of a codec, but {at} has {LOW_RANK}, whose "
-            f"options are {at}.rank, error, factors and form; name a codec with --config.{at}.codec",
+            f"options are {at}.rank, error, factors and form",
+            {f"{at}.options": OUT},
         )
         for name in self.of_low_rank:
             value = getattr(self, name)
             require(
                 self.low_rank or not value,
-                f"{at}.{name}={value} is of {LOW_RANK}, but {at}.codec is {self.codec}; leave it out, or choose "
-                f"--config.{at}.codec={LOW_RANK}",
+                f"{at}.{name}={value} is of {LOW_RANK}, but {at}.codec is {self.codec}",
+                {f"{at}.{name}": OUT},
+                {f"{at}.codec": LOW_RANK},
             )
 
     @property
@@ -99,8 +105,8 @@ class ForwardConfig(RankedConfig):
     place, asked = "forward", "messages"
     kinds: ClassVar[tuple[str, ...]] = ("none", "all")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         at = f"compress.{self.place}"
         choice(f"{at}.messages", self.messages, self.kinds)
         require(
@@ -109,8 +115,9 @@ class ForwardConfig(RankedConfig):
         )
         require(
             not self.links or self.chosen != "none",
-            f"{at}.links={self.links} says where messages are compressed, but {at}.messages is none; name a codec "
-            f"with --config.{at}.codec, or leave the links out",
+            f"{at}.links={self.links} says where messages are compressed, but {at}.messages is none",
+            {f"{at}.links": OUT},
+            {f"{at}.messages": "all"},
         )
 
     def on(self, links: int) -> tuple[int, ...]:
@@ -134,8 +141,8 @@ class BackwardConfig(ForwardConfig):
     kinds = ("none", "epilogue", "all")
     of_low_rank = ("ranks",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         require(
             all(rank > 0 for rank in numbers("compress.backward.ranks", self.ranks, int)),
             f"compress.backward.ranks must be positive integers joined by commas, got {self.ranks!r}",
@@ -183,8 +190,8 @@ class OverDataConfig(RankedConfig):
     place, asked = "data", "stages"
     of_low_rank = ("adapt_every",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         at = "compress.data"
         positive(at, self, "rank_min")
         require(self.inside > 0, f"{at}.inside must be 1 or more data ranks of a group, got {self.inside}")
@@ -193,11 +200,14 @@ class OverDataConfig(RankedConfig):
         require(
             self.rank_min <= self.rank,
             f"{at}.rank_min={self.rank_min} must not be above {at}.rank={self.rank}",
+            {f"{at}.rank_min": self.rank},
+            {f"{at}.rank": self.rank_min},
         )
         require(
             0 <= self.residual_low < self.residual_high <= 1,
             f"{at}.residual_low={self.residual_low} must be below {at}.residual_high={self.residual_high}, both in "
             "[0, 1]",
+            {f"{at}.{name}": getattr(type(self), name) for name in ("residual_low", "residual_high")},
         )
         if self.stages not in ("none", "all", "selective"):
             require(
@@ -208,6 +218,7 @@ class OverDataConfig(RankedConfig):
         require(
             all(given) or not any(given),
             f"{', '.join(f'{at}.{name}' for name in SECONDS)} must be given together or not at all",
+            {f"{at}.{name}": OUT for name, some in zip(SECONDS, given) if some},
         )
         for name in SECONDS:
             numbers(f"{at}.{name}", getattr(self, name), float)
@@ -242,13 +253,15 @@ class TablesConfig(PlaceConfig):
     place, asked = "embedding", "sync"
     dense = "each of a step's words has a gradient of its own"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         choice("compress.embedding.sync", self.sync, ("auto", "fused", "unfused"))
         require(
             not self.codec or self.sync != "unfused",
             f"compress.embedding.codec={self.codec} needs the fused synchronisation of the embedding, got "
-            "compress.embedding.sync=unfused; choose auto",
+            "compress.embedding.sync=unfused",
+            {"compress.embedding.sync": "auto"},
+            {"compress.embedding.codec": OUT},
         )
 
 
@@ -269,7 +282,7 @@ class ExchangesConfig(PlaceConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class CompressConfig:
+class CompressConfig(Checked):
     """Compression of what crosses the links; low rank is Optimus-CC's (Song et al. 2023).
 
     Attributes:
@@ -303,7 +316,7 @@ class CompressConfig:
     min_ratio: float = 2.0
     implementation: str = "auto"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         choice("compress.error", self.error, ("lazy", "explicit", "none"))
         choice("compress.factors", self.factors, ("auto", "float32", "bfloat16", "int8"))
         choice("compress.form", self.form, ("solve", "qr"))

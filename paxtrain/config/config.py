@@ -6,11 +6,13 @@ these dataclasses at the edge, so that nothing below the mains sees a ConfigDict
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from paxtrain.config.checks import either, multiples_near, near, require, steps
+from paxtrain.config.checks import OUT, Checked, Way, each, multiples_near, near, require, steps
 from paxtrain.config.compress import SECONDS, CompressConfig
 from paxtrain.config.data import DataConfig
 from paxtrain.config.model import ModelConfig
@@ -21,7 +23,7 @@ from paxtrain.config.run import CheckpointConfig, RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """The configuration of one training run, with the checks that involve several sections.
 
     Attributes:
@@ -51,66 +53,89 @@ class Config:
     run: RunConfig = RunConfig()
     profile: str = ""
 
-    def __post_init__(self) -> None:
+    depth = 0
+
+    def check(self) -> None:
         model, mesh = self.model, self.mesh
+        whole = math.gcd(*(size for name, size in model.split_sizes.items() if name != "padded_vocab"))
+        vocabulary = model.vocabulary_for(mesh.tensor)
+        steps("profile", self.profile, self.run.steps)
         for name, size in model.split_sizes.items():
             require(
                 size % mesh.tensor == 0,
-                f"model.{name}={size} is not divisible by mesh.tensor={mesh.tensor}; "
-                f"{self._tensor_that_fits()} would fit",
+                f"model.{name}={size} is not divisible by mesh.tensor={mesh.tensor}",
+                {"model.vocab_multiple": vocabulary} if vocabulary else each("mesh.tensor", near(whole, mesh.tensor)),
             )
         require(
             not mesh.sequence_parallel or model.sequence % mesh.tensor == 0,
             f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
-            f"mesh.tensor={mesh.tensor}; model.sequence={multiples_near(mesh.tensor, model.sequence)} would fit",
+            f"mesh.tensor={mesh.tensor}",
+            each("model.sequence", multiples_near(mesh.tensor, model.sequence)),
+            {"mesh.sequence_parallel": False},
         )
         self.batch.rank_micro_batches(mesh.data)
         require(
             self.pipeline.idle != "compute" or not self.uneven,
             f"pipeline.idle=compute needs data ranks that all run the same rows, but batch.data_micro_batches="
-            f"{self.batch.data_micro_batches}; pipeline.idle=skip or auto would work",
+            f"{self.batch.data_micro_batches}",
+            each("pipeline.idle", ("skip", "auto")),
         )
-        self.pipeline.check_size(mesh.pipe, self.micro_batches)
-        self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)
-        require(
-            mesh.pipe > 1 or self.pipeline.virtual_stages == 1,
-            f"pipeline.schedule={self.pipeline.schedule} needs mesh.pipe of 2 or more, got {mesh.pipe}",
-        )
-        opt, total = self.optimizer, self.run.steps
-        decay = opt.decay_steps if opt.schedule == "wsd" else 0
-        least = math.ceil((opt.warmup_steps + decay) / (self.outer.every or 1)) * (self.outer.every or 1)
-        named = f"optimizer.warmup_steps={opt.warmup_steps}" + (f" and decay_steps={decay}" if decay else "")
-        require(
-            opt.warmup_steps + decay <= total,
-            f"{named} {'do' if decay else 'does'} not fit into run.steps={total}; "
-            f"{'shorter ones' if decay else f'optimizer.warmup_steps={total // 10}'}, or run.steps of "
-            f"{least} or more, would fit",
-        )
-        require(
-            self.checkpoint.resume or not self.run.resume_step,
-            f"run.resume_step={self.run.resume_step} goes on from a checkpoint, and checkpoint.resume=False from none; "
-            "leave one of them out",
-        )
-        steps("profile", self.profile, self.run.steps)
+        self._check_schedule()
+        self._check_steps()
         self._check_compression()
         self._check_embedding()
         self._check_outer()
         self._check_inside()
         self._check_weights()
 
-    def _tensor_that_fits(self) -> str:
-        """Return a change that makes mesh.tensor divide the model, as a phrase: of the vocabulary, or of tensor."""
-        model, tensor = self.model, self.mesh.tensor
-        if vocabulary := model.vocabulary_for(tensor):
-            return vocabulary
-        split = self.mesh.sequence_parallel  # needs tensor of 2 or more
-        sizes = [size for name, size in model.split_sizes.items() if name != "padded_vocab"]
-        whole = math.gcd(*sizes, *([model.sequence] if split else []))
-        found = near(math.gcd(whole, model.padded_vocab), tensor, lambda n: n > split)
-        wider = [(n, model.vocabulary_for(n)) for n in near(whole, tensor, lambda n: n > split) if n not in found]
-        phrases = [f"tensor={either(found)}"] * bool(found)
-        phrases += [f"tensor={n} with {vocabulary}" for n, vocabulary in wider if vocabulary]
-        return either(phrases or ["tensor=1 with mesh.sequence_parallel=False"])
+    def _check_schedule(self) -> None:
+        """Require that the schedule is one for the mesh, the layers and the batch."""
+        pipeline, pipe = self.pipeline, self.mesh.pipe
+        given, size = pipeline.in_flight, (pipe, pipeline.virtual_stages, self.micro_batches)
+        require(
+            not given or pipe <= given < 2 * pipe,
+            f"pipeline.in_flight={given} is not between mesh.pipe={pipe}, which is 1f1b, and 2 * mesh.pipe - 1 = "
+            f"{2 * pipe - 1}",
+            each("pipeline.in_flight", [pipe if given < pipe else 2 * pipe - 1, 0]),
+        )
+        stages, chunks, m = pipeline.spec.size or size
+        batch = {"batch.global_batch": self.mesh.data * self.batch.micro_batch * m, "batch.data_micro_batches": OUT}
+        require(
+            size == (stages, chunks, m),
+            f"pipeline.schedule={pipeline.schedule} has {stages} stages of {chunks} chunks and {m} micro-batches, but "
+            f"mesh.pipe={pipe}, pipeline.virtual_stages={size[1]} and the batch has {size[2]} micro-batches",
+            {"mesh.pipe": stages, "pipeline.virtual_stages": chunks} | batch,
+            {"pipeline.schedule": PipelineConfig.schedule},
+        )
+        pipeline.layers_per_virtual_stage(self.model.layers, pipe)
+        require(
+            pipe > 1 or pipeline.virtual_stages == 1,
+            f"pipeline.schedule={pipeline.schedule} needs mesh.pipe of 2 or more, got {pipe}",
+            {"mesh.pipe": 2},
+            {"pipeline.schedule": PipelineConfig.schedule, "pipeline.virtual_stages": 1},
+        )
+
+    def _check_steps(self) -> None:
+        """Require that what is counted in steps fits into the run."""
+        opt, total = self.optimizer, self.run.steps
+        decay = opt.decay_steps if opt.schedule == "wsd" else 0
+        least = math.ceil((opt.warmup_steps + decay) / (self.outer.every or 1)) * (self.outer.every or 1)
+        named = f"optimizer.warmup_steps={opt.warmup_steps}" + (f" and decay_steps={decay}" if decay else "")
+        shorter = {"optimizer.warmup_steps": total // 10}
+        if decay:
+            shorter["optimizer.decay_steps"] = total // 5 or 1
+        require(
+            opt.warmup_steps + decay <= total,
+            f"{named} {'do' if decay else 'does'} not fit into run.steps={total}",
+            shorter,
+            {"run.steps": least},
+        )
+        require(
+            self.checkpoint.resume or not self.run.resume_step,
+            f"run.resume_step={self.run.resume_step} goes on from a checkpoint, and checkpoint.resume=False from none",
+            {"run.resume_step": 0},
+            {"checkpoint.resume": True},
+        )
 
     def _check_compression(self) -> None:
         """Require that the compression fits the mesh and the model."""
@@ -120,42 +145,57 @@ class Config:
             setting = f"codec={part.codec}" if part.codec else f"messages={part.chosen}"
             require(
                 part.chosen == "none" or pipe > 1,
-                f"compress.{direction}.{setting} needs messages between stages, but mesh.pipe=1; choose mesh.pipe of 2 "
-                f"or more, or leave --config.compress.{direction} out",
+                f"compress.{direction}.{setting} needs messages between stages, but mesh.pipe=1",
+                {"mesh.pipe": 2},
+                {f"compress.{direction}": OUT},
             )
         require(
             c.embedding.sync != "fused" or pipe > 1,
             "compress.embedding.sync=fused needs tied copies of the embedding on the first and the last stage, "
-            "but mesh.pipe=1 holds it once; choose auto",
+            "but mesh.pipe=1 holds it once",
+            {"compress.embedding.sync": "auto"},
+            {"mesh.pipe": 2},
         )
         require(
             c.embedding.sync == "auto" or self.model.tied_head,
             f"compress.embedding.sync={c.embedding.sync} is about the embedding's tied copies, but "
-            "model.tied_head=False; choose auto",
+            "model.tied_head=False",
+            {"compress.embedding.sync": "auto"},
+            {"model.tied_head": True},
         )
         ranks = c.backward.link_ranks(self.links)
         require(
             pipe == 1 or len(ranks) == self.links,
             f"compress.backward.ranks={c.backward.ranks} names {len(ranks)} links, but there are {self.links} "
             f"between {pipe} stages",
+            {"compress.backward.ranks": _joined((ranks + ranks[-1:] * self.links)[: self.links])},
+            {"compress.backward.ranks": OUT},
         )
         for place in LINKED:
-            beyond = [link for link in c.at(place).on(self.links) if link >= self.links]
+            links = c.at(place).on(self.links)
+            there = [link for link in links if link < self.links]
             require(
-                pipe == 1 or not beyond,
-                f"compress.{place}.links={c.at(place).links} names link {max(beyond, default=0)}, but "
+                pipe == 1 or len(there) == len(links),
+                f"compress.{place}.links={c.at(place).links} names link {max(links, default=0)}, but "
                 f"mesh.pipe={pipe} has links 0 to {self.links - 1}",
+                each(f"compress.{place}.links", [_joined(there)] if there else ()),
+                {f"compress.{place}.links": OUT},
             )
-        outside = [s for s in c.data.stages_of(pipe) if s >= pipe]
+        stages = c.data.stages_of(pipe)
+        held = [stage for stage in stages if stage < pipe]
         require(
-            not outside,
-            f"compress.data.stages={c.data.stages} names stage {max(outside, default=0)}, but mesh.pipe={pipe} has "
+            len(held) == len(stages),
+            f"compress.data.stages={c.data.stages} names stage {max(stages, default=0)}, but mesh.pipe={pipe} has "
             f"stages 0 to {pipe - 1}",
+            {"compress.data.stages": _joined(held) if held else "all"},
+            {"mesh.pipe": max(stages, default=0) + 1},
         )
         for name, values in zip(SECONDS, c.data.seconds, strict=True):
             require(
                 not values or len(values) == pipe,
                 f"compress.data.{name} names {len(values)} stages, but mesh.pipe={pipe}",
+                {"mesh.pipe": len(values)},
+                {f"compress.data.{other}": OUT for other in SECONDS},
             )
 
     def _check_embedding(self) -> None:
@@ -165,7 +205,10 @@ class Config:
             not codec or tied or self.mesh.data > self.groups,
             f"compress.embedding.codec={codec} needs gradients of the embedding that travel over data or between the "
             f"two copies of a tied table, but mesh.data={self.mesh.data} in {self.groups} groups and mesh.pipe="
-            f"{self.mesh.pipe} send none; choose mesh.data of {2 * self.groups} or more",
+            f"{self.mesh.pipe} send none",
+            self._larger_groups(),
+            each("mesh.pipe", (2,) if self.model.tied_head else ()),
+            {"compress.embedding": OUT},
         )
 
     def _check_outer(self) -> None:
@@ -174,8 +217,8 @@ class Config:
         data = self.mesh.data
         require(
             data % self.groups == 0,
-            f"outer.groups={self.outer.groups} does not divide mesh.data={data}; "
-            f"{either(near(data, self.groups, lambda n: data // n % self.compress.data.inside == 0) or [1])} would fit",
+            f"outer.groups={self.outer.groups} does not divide mesh.data={data}",
+            each("outer.groups", near(data, self.groups)),
         )
 
     def _check_inside(self) -> None:
@@ -183,27 +226,36 @@ class Config:
         inside, ranks = self.compress.data.inside, self.mesh.data // self.groups
         require(
             inside == 1 or self.compress.data.chosen != "none",
-            f"compress.data.inside={inside} is about gradients that are compressed over data, but none are; choose "
-            "--config.compress.data.codec, or --config.compress.data.stages=all for low rank",
+            f"compress.data.inside={inside} is about gradients that are compressed over data, but none are",
+            {"compress.data.stages": "all"},
+            {"compress.data.inside": 1},
         )
         of = f"mesh.data={self.mesh.data}" if self.groups == 1 else f"the {ranks} data ranks that train together"
         require(
             ranks % inside == 0,
-            f"compress.data.inside={inside} does not divide {of}; {either(near(ranks, inside))} would fit",
+            f"compress.data.inside={inside} does not divide {of}",
+            each("compress.data.inside", near(ranks, inside)),
         )
 
     def _check_weights(self) -> None:
         """Require that weights are gathered over the data ranks that train together, if a codec is to encode them."""
         codec, data, groups = self.compress.weights.codec, self.mesh.data, self.groups
-        what, would = "gathered over data", "mesh.data of 2 or more"
+        what = "gathered over data"
         if groups > 1:
             what = f"gathered over data inside a group, and outer.every={self.outer.every} makes {groups} groups of "
             what += f"mesh.data={data}"
-            would = f"mesh.data of {2 * groups} or more, or fewer outer.groups"
         require(
             not codec or (self.mesh.zero1 and data > groups),
-            f"compress.weights.codec={codec} needs weights that are {what}; choose mesh.zero1=True and {would}",
+            f"compress.weights.codec={codec} needs mesh.zero1 and weights that are {what}",
+            ({"mesh.zero1": True} | way for way in (self._larger_groups() if data == groups else [{}])),
+            {"compress.weights": OUT},
         )
+
+    def _larger_groups(self) -> Iterator[Way]:
+        """Yield ways to several data ranks that train together."""
+        if self.outer.groups or not self.outer.every:
+            yield {"mesh.data": 2 * self.groups}
+        yield from each("outer.groups", near(self.mesh.data, self.groups - 1) if self.groups > 1 else ())
 
     @property
     def groups(self) -> int:
@@ -280,33 +332,41 @@ def check_groups(outer: OuterConfig, steps: int, layers: int, batch: BatchConfig
     if not outer.every:
         require(
             not compress.outer.codec,
-            f"compress.outer.codec={compress.outer.codec} needs groups that train apart; choose --config.outer.every",
+            f"compress.outer.codec={compress.outer.codec} needs groups that train apart",
+            each("outer.every", itertools.islice(near(steps, 50), 1)),
+            {"compress.outer": OUT},
         )
         return
     require(
         not batch.data_micro_batches,
         f"batch.data_micro_batches={batch.data_micro_batches} weighs sequences of data ranks that train "
-        f"together, but with outer.every={outer.every} groups train apart; leave one of them out",
+        f"together, but with outer.every={outer.every} groups train apart",
+        {"batch.data_micro_batches": OUT},
+        {"outer": OUT},
     )
-    fits = near(steps, outer.every, lambda n: n % outer.fragments == 0 and outer.overlap < n // outer.fragments)
-    above = math.ceil(steps / outer.every) * outer.every
+    fragments = outer.fragments
     require(
         steps % outer.every == 0,
-        f"outer.every={outer.every} does not divide run.steps={steps}, so the last steps would not be "
-        f"exchanged; {either(fits) if fits else f'run.steps={above}'} would fit",
+        f"outer.every={outer.every} does not divide run.steps={steps}, so the last steps would not be exchanged",
+        each("outer.every", near(steps, outer.every, lambda n: n % fragments == 0 and outer.overlap < n // fragments)),
+        each("run.steps", multiples_near(outer.every, steps)),
     )
     require(
-        outer.fragments <= layers,
-        f"outer.fragments={outer.fragments} is more than model.layers={layers}, and a fragment has whole layers; "
-        f"{near(outer.every, layers)[0]} would fit",
+        fragments <= layers,
+        f"outer.fragments={fragments} is more than model.layers={layers}, and a fragment has whole layers",
+        each("outer.fragments", near(outer.every, layers, lambda n: n <= layers and outer.overlap < outer.every // n)),
+        {"model.layers": fragments},
     )
     data = compress.data
-    for setting, given, known in (
-        (f"stages={data.stages}", data.stages == "selective", "a list of stages"),
-        (f"adapt_every={data.adapt_every}", data.adapt_every > 0, "0"),
-    ):
+    for name, given, known in (("stages", data.stages == "selective", "all"), ("adapt_every", data.adapt_every > 0, 0)):
         require(
             not given,
-            f"compress.data.{setting} is decided by all data ranks together, but with outer.every={outer.every} groups "
-            f"train apart; choose {known}",
+            f"compress.data.{name}={getattr(data, name)} is decided by all data ranks together, but with "
+            f"outer.every={outer.every} groups train apart",
+            {f"compress.data.{name}": known},
+            {"outer": OUT},
         )
+
+
+def _joined(values: Iterable[int]) -> str:
+    return ",".join(map(str, values))

@@ -5,7 +5,7 @@ import math
 import re
 from fractions import Fraction
 
-from paxtrain.config.checks import bounded, positive, require, shown
+from paxtrain.config.checks import OUT, Checked, bounded, positive, require, shown
 from paxtrain.errors import UserError
 
 # The weights, scaled to integers, add up to the period of the mixture in samples.
@@ -46,7 +46,7 @@ def _weight(name: str, text: str) -> Fraction:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """Token files written by paxtrain.prepare (Megatron-LM's .bin/.idx), named without the suffix.
 
     Attributes:
@@ -67,7 +67,7 @@ class DataConfig:
     prefetch: int = 2
     verify: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         bounded("data", self, prefetch=4096)
         positive("data", self, "prefetch")
         _ = self.mixture, self.validation_sets  # both raise if a text is wrong
@@ -86,28 +86,31 @@ class DataConfig:
     def mixture(self) -> dict[str, int]:
         """Number of samples of each training set in a period of the mixture, by name; names are sorted."""
         sets = sorted(self.train_sets)
-        names = ", ".join(sets)
+        names, equal = ", ".join(sets), {"data.weights": ",".join(f"{name}=1" for name in sets)}
         if not self.weights and len(sets) == 1:
             return {sets[0]: 1}
         require(
             bool(self.weights),
-            f"data.train has the data sets {names}, but data.weights is empty; give each a weight as "
-            f"{','.join(f'{name}=1' for name in sets)}",
+            f"data.train has the data sets {names}, but data.weights is empty",
+            equal,
         )
         require(
             sets != [""],
             f"data.weights={self.weights} needs data sets with names as {_EXAMPLE}, got data.train={self.train}",
+            {"data.weights": OUT},
         )
         given: dict[str, Fraction] = {}
         for part in self.weights.split(","):
             name, equals, weight = part.strip().partition("=")
             require(bool(equals), f"data.weights must be NAME=WEIGHT joined by commas, got {self.weights!r}")
-            require(name in sets, f"data.weights names the data set {name!r}, but data.train has {names}")
+            require(name in sets, f"data.weights names the data set {name!r}, but data.train has {names}", equal)
             require(name not in given, f"data.weights gives the data set {name} two weights; give it one")
             given[name] = _weight(name, weight)
         missing = [name for name in sets if name not in given]
         require(
-            not missing, f"data.weights={self.weights} has no weight for {', '.join(missing)}; data.train has {names}"
+            not missing,
+            f"data.weights={self.weights} has no weight for {', '.join(missing)}, but data.train has {names}",
+            equal,
         )
         common = math.lcm(*(weight.denominator for weight in given.values()))
         whole = {name: int(given[name] * common) for name in sets}

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from paxtrain.config.checks import bounded, choice, either, multiples_near, near, positive, require
+from paxtrain.config.checks import Checked, bounded, choice, each, multiples_near, near, positive, require
 
 FAMILIES = ("gpt2", "llama")
 MOST_VOCABULARY = 2**24  # ids
@@ -13,7 +13,7 @@ FLASH_CAPABILITY = (8, 0)  # CUDA compute capability from which on cuDNN has fla
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """A GPT-2 or a Llama architecture, see paxtrain.model.gpt2 and llama.
 
     Attributes:
@@ -61,50 +61,56 @@ class ModelConfig:
     separator: int = -1
     module: str = ""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         choice("model.family", self.family, FAMILIES)
         # Ten to a hundred times what the largest published models have.
         sizes = {"layers": 4096, "hidden": 2**18, "heads": 2**13, "kv_heads": 2**13, "intermediate": 2**20}
         bounded("model", self, vocab_size=MOST_VOCABULARY, vocab_multiple=MOST_MULTIPLE, sequence=2**24, **sizes)
         positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
         positive("model", self, "rope_theta", "norm_epsilon")
-        pairs = 2 if self.family == "llama" else 1
-        fits = either(near(self.hidden // pairs, self.heads, lambda n: n % (self.kv_heads or n) == 0 and n <= 2**13))
-        hidden = f"model.hidden={multiples_near(pairs * self.heads, self.hidden)}"
-        require(
-            self.hidden % self.heads == 0,
-            f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
-            f"{f'{fits} heads' if fits and self.hidden % pairs == 0 else hidden} would fit",
-        )
         for name in ("kv_heads", "intermediate"):
             require(getattr(self, name) >= 0, f"model.{name} must not be negative, got {getattr(self, name)}")
-        require(
-            self.heads % self.key_value_heads == 0,
-            f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
-            f"{either(near(self.heads, self.key_value_heads, lambda n: pairs == 2 or n == self.heads))} would fit",
-        )
-        require(
-            self.family == "llama" or bool(self.module) or self.key_value_heads == self.heads,
-            f"model.kv_heads={self.kv_heads} needs model.family=llama, got {self.family}; 0 would work",
-        )
-        require(
-            self.family == "gpt2" or self.head_dim % 2 == 0,
-            f"model.family=llama turns pairs of a head's dimensions, and model.hidden={self.hidden} / "
-            f"model.heads={self.heads} leaves {self.head_dim} of them; {hidden} would fit",
-        )
         for name in ("embedding_dropout", "residual_dropout"):
             rate = getattr(self, name)
             require(0 <= rate < 1, f"model.{name} must be in [0, 1), got {rate}")
         choice("model.dtype", self.dtype, ("bfloat16", "float32"))
         choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
+        pairs = 2 if self.family == "llama" else 1
+        heads = near(self.hidden // pairs, self.heads, lambda n: n % (self.kv_heads or n) == 0)
+        shapes = each("model.heads", heads), each("model.hidden", multiples_near(pairs * self.heads, self.hidden))
+        require(
+            self.hidden % self.heads == 0,
+            f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}",
+            *shapes,
+        )
+        require(
+            self.heads % self.key_value_heads == 0,
+            f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}",
+            each("model.kv_heads", near(self.heads, self.key_value_heads)),
+        )
+        require(
+            self.family == "llama" or bool(self.module) or self.key_value_heads == self.heads,
+            f"model.kv_heads={self.kv_heads} needs model.family=llama, got {self.family}",
+            {"model.family": "llama"},
+            {"model.kv_heads": 0},
+        )
+        require(
+            self.family == "gpt2" or self.head_dim % 2 == 0,
+            f"model.family=llama turns pairs of a head's dimensions, and model.hidden={self.hidden} / "
+            f"model.heads={self.heads} leaves {self.head_dim} of them",
+            *reversed(shapes),
+        )
         require(
             -1 <= self.separator < self.vocab_size,
             f"model.separator must be an id below model.vocab_size={self.vocab_size}, or -1, got {self.separator}",
+            each("model.vocab_size", [self.separator + 1] if self.separator > 0 else ()),
+            {"model.separator": -1},
         )
         require(
             self.attention != "cudnn" or self.fits_flash,
             "model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a "
-            f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; use auto",
+            f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}",
+            {"model.attention": "auto"},
         )
 
     def with_attention(self, capability: tuple[int, int]) -> "ModelConfig":
@@ -160,9 +166,9 @@ class ModelConfig:
         names = ("heads", "hidden", "key_value_heads", "ffn", "padded_vocab")
         return {name: getattr(self, name) for name in names}
 
-    def vocabulary_for(self, tensor: int) -> str:
-        """Return the vocab_multiple with which `tensor` divides the model, as a phrase; "" if it does or cannot."""
+    def vocabulary_for(self, tensor: int) -> int:
+        """Return the vocab_multiple with which `tensor` divides the model; 0 if it does or cannot."""
         others = [size for name, size in self.split_sizes.items() if name != "padded_vocab"]
         multiple = math.lcm(self.vocab_multiple, tensor)
         wrong = self.padded_vocab % tensor and not any(size % tensor for size in others) and multiple <= MOST_MULTIPLE
-        return f"model.vocab_multiple={multiple}" if wrong else ""
+        return multiple if wrong else 0

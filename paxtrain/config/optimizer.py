@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from paxtrain.config.checks import bounded, choice, either, near, positive, require
+from paxtrain.config.checks import Checked, bounded, choice, each, multiples_near, near, positive, require
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """The optimizer and its learning-rate schedule; steps are optimizer steps.
 
     Attributes:
@@ -45,7 +45,7 @@ class OptimizerConfig:
     muon_steps: int = 5
     muon_rms: float = 0.2
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         choice("optimizer.name", self.name, ("adamw", "muon", "sgd"))
         choice("optimizer.schedule", self.schedule, ("cosine", "wsd", "constant"))
         positive("optimizer", self, "learning_rate", "epsilon", "muon_steps")
@@ -59,7 +59,9 @@ class OptimizerConfig:
         bounded("optimizer", self, muon_steps=1000)
         require(
             self.schedule != "wsd" or self.decay_steps > 0,
-            "optimizer.schedule=wsd needs optimizer.decay_steps above 0, or choose constant",
+            "optimizer.schedule=wsd needs optimizer.decay_steps above 0, got 0",
+            {"optimizer.decay_steps": self.warmup_steps or 1},
+            {"optimizer.schedule": "constant"},
         )
 
 
@@ -67,7 +69,7 @@ MIX = 0.5  # one of the shares that Streaming DiLoCo compares
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterConfig:
+class OuterConfig(Checked):
     """Groups of data ranks that train apart, and the outer optimizer that joins them (DiLoCo, Douillard et al. 2023).
 
     Every H steps the groups exchange the differences that they have made to the weights which they share. The mean of
@@ -92,7 +94,7 @@ class OuterConfig:
     overlap: int = 0
     mix: float = MIX
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         bounded("outer", self)
         positive("outer", self, "lr", "fragments")
         for name in ("every", "groups", "overlap"):
@@ -100,24 +102,31 @@ class OuterConfig:
             require(value >= 0, f"outer.{name} must not be negative, got {value}")
         require(0 <= self.momentum < 1, f"outer.momentum must be in [0, 1), got {self.momentum}")
         require(0 <= self.mix <= 1, f"outer.mix must be in [0, 1], got {self.mix}")
+        usual = self.fragments * max(50 // self.fragments, self.overlap + 1)
         for name, unused in (("groups", 0), ("fragments", 1), ("overlap", 0)):
             value = getattr(self, name)
             require(
                 self.every > 0 or value == unused,
-                f"outer.{name}={value} needs outer.every, the steps between exchanges; outer.every=50 would work",
+                f"outer.{name}={value} needs outer.every, the steps between exchanges",
+                {"outer.every": usual},
+                {f"outer.{name}": unused},
             )
         require(
             self.mix == MIX or self.overlap > 0,
-            f"outer.mix={self.mix} needs outer.overlap, the steps after which groups mix; outer.overlap=1 would work",
+            f"outer.mix={self.mix} needs outer.overlap, the steps after which groups mix",
+            {"outer.overlap": 1},
+            {"outer.mix": MIX},
         )
         require(
             self.every % self.fragments == 0,
-            f"outer.fragments={self.fragments} does not divide outer.every={self.every}; "
-            f"{either(near(self.every, self.fragments, lambda d: self.overlap < self.every // d) or [1])} would fit",
+            f"outer.fragments={self.fragments} does not divide outer.every={self.every}",
+            each("outer.fragments", near(self.every, self.fragments)),
+            each("outer.every", multiples_near(self.fragments, self.every)),
         )
         between = self.every // self.fragments
         require(
             self.overlap < max(between, 1),
             f"outer.overlap={self.overlap} is not below the {between} steps from one exchange to the next "
-            f"(outer.every={self.every} / outer.fragments={self.fragments}); outer.overlap={between - 1} would fit",
+            f"(outer.every={self.every} / outer.fragments={self.fragments})",
+            {"outer.overlap": between - 1},
         )

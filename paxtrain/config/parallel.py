@@ -6,7 +6,7 @@ from typing import overload
 
 import numpy as np
 
-from paxtrain.config.checks import bounded, choice, counts, multiples_near, positive, require
+from paxtrain.config.checks import OUT, Checked, bounded, choice, counts, each, multiples_near, positive, require
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, ScheduleSpec, between_ends, names, spec_of
 
@@ -37,7 +37,7 @@ def scans(scan_layers: str, common: int | np.ndarray, stages: int | np.ndarray) 
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Checked):
     """Sizes of the mesh axes; their product is the number of devices.
 
     Attributes:
@@ -58,14 +58,15 @@ class MeshConfig:
     sequence_parallel: bool = False
     reduce_dtype: str = "float32"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         positive("mesh", self, "data", "pipe", "tensor")
         bounded("mesh", self, data=2**16, pipe=1024, tensor=1024)
         choice("mesh.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         require(
             not self.sequence_parallel or self.tensor > 1,
-            f"mesh.sequence_parallel splits the sequence over tensor, but mesh.tensor={self.tensor}; "
-            "choose mesh.tensor of 2 or more, or mesh.sequence_parallel=False",
+            f"mesh.sequence_parallel splits the sequence over tensor, but mesh.tensor={self.tensor}",
+            {"mesh.tensor": 2},
+            {"mesh.sequence_parallel": False},
         )
 
     @property
@@ -75,7 +76,7 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelineConfig:
+class PipelineConfig(Checked):
     """The flow of micro-batches through the stages.
 
     Attributes:
@@ -102,12 +103,10 @@ class PipelineConfig:
     idle: str = "auto"
     in_flight: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        positive("pipeline", self, "virtual_stages")
         require(self.in_flight >= 0, f"pipeline.in_flight must be 0 or more, got {self.in_flight}")
-        require(
-            not self.in_flight or self.schedule == "1f1b",
-            f"pipeline.in_flight={self.in_flight} needs pipeline.schedule=1f1b, got {self.schedule}",
-        )
+        bounded("pipeline", self, virtual_stages=1024, in_flight=2**16)
         if self.schedule.endswith(FILE):
             try:
                 self.spec.travel(True)
@@ -118,29 +117,39 @@ class PipelineConfig:
         choice("pipeline.save", self.save, SAVE_MODES)
         choice("pipeline.scan_layers", self.scan_layers, ("auto", "on", "off"))
         choice("pipeline.idle", self.idle, ("auto", "compute", "skip"))
-        masked = " or ".join(names(lambda spec: spec.masked))
+        counts("pipeline.pipe_layers", self.pipe_layers)
+        require(
+            not self.in_flight or self.schedule == "1f1b",
+            f"pipeline.in_flight={self.in_flight} needs pipeline.schedule=1f1b, got {self.schedule}",
+            {"pipeline.schedule": "1f1b"},
+            {"pipeline.in_flight": 0},
+        )
+        masked, interleaved = (names(which) for which in (lambda spec: spec.masked, lambda spec: spec.interleaves))
         require(
             self.spec.masked or self.idle != "compute",
-            f"pipeline.idle=compute needs pipeline.schedule={masked}, got {self.schedule}; "
-            "pipeline.idle=auto would work",
+            f"pipeline.idle=compute needs pipeline.schedule={' or '.join(masked)}, got {self.schedule}",
+            {"pipeline.idle": "auto"},
+            each("pipeline.schedule", masked),
         )
-        positive("pipeline", self, "virtual_stages")
-        bounded("pipeline", self, virtual_stages=1024, in_flight=2**16)
         require(
             self.spec.interleaves or self.virtual_stages == 1,
             f"pipeline.virtual_stages={self.virtual_stages} needs pipeline.schedule="
-            f"{' or '.join(names(lambda spec: spec.interleaves))}, got {self.schedule}",
+            f"{' or '.join(interleaved)}, got {self.schedule}",
+            each("pipeline.schedule", interleaved),
+            {"pipeline.virtual_stages": 1},
         )
         require(
             not self.spec.interleaves or self.virtual_stages > 1,
             f"pipeline.schedule={self.schedule} needs pipeline.virtual_stages of 2 or more, got 1",
+            {"pipeline.virtual_stages": self.spec.size[1] if self.spec.size else 2},
+            {"pipeline.schedule": type(self).schedule},
         )
         require(
             not self.spec.splits or self.save in SPLIT_SAVES,
             f"pipeline.save={self.save} saves no memory with pipeline.schedule={self.schedule}, which keeps a layer's "
-            f"residuals until its weight gradients; pipeline.save={' or '.join(SPLIT_SAVES)} would work",
+            "residuals until its weight gradients",
+            each("pipeline.save", SPLIT_SAVES),
         )
-        counts("pipeline.pipe_layers", self.pipe_layers)
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -151,25 +160,6 @@ class PipelineConfig:
     def schedule_key(self) -> str:
         """Name of the schedule in `schedules.spec_of`, which also says what is in flight."""
         return between_ends(self.in_flight) if self.in_flight else self.schedule
-
-    def check_size(self, stages: int, micro_batches: int) -> None:
-        """Require that the schedule is one for these numbers.
-
-        Raises:
-            UserError: a file has other numbers, or the micro-batches in flight are not between the ends.
-        """
-        require(
-            not self.in_flight or stages <= self.in_flight < 2 * stages,
-            f"pipeline.in_flight={self.in_flight} is not between mesh.pipe={stages}, which is 1f1b, and "
-            f"2 * mesh.pipe - 1 = {2 * stages - 1}; a number from {stages} to {2 * stages - 1} would work",
-        )
-        size = self.spec.size or (stages, self.virtual_stages, micro_batches)
-        require(
-            size == (stages, self.virtual_stages, micro_batches),
-            f"pipeline.schedule={self.schedule} has {size[0]} stages of {size[1]} chunks and {size[2]} micro-batches, "
-            f"but mesh.pipe={stages}, pipeline.virtual_stages={self.virtual_stages} and the batch has {micro_batches} "
-            "micro-batches; these numbers must agree",
-        )
 
     def scans(self, counts: Sequence[int]) -> bool:
         """Return whether layers run in a loop with some numbers of layers of the virtual stages."""
@@ -192,22 +182,28 @@ class PipelineConfig:
                 len(given) == stages,
                 f"pipeline.pipe_layers={self.pipe_layers} names {len(given)} stages, "
                 f"but pipe={pipe} with {self.virtual_stages} virtual stages each needs {stages}",
+                {"pipeline.pipe_layers": OUT},
+                {"mesh.pipe": -(-len(given) // self.virtual_stages)},
             )
             require(
                 sum(given) == layers,
                 f"pipeline.pipe_layers={self.pipe_layers} adds up to {sum(given)}, but the model has {layers} layers",
+                {"pipeline.pipe_layers": OUT},
+                {"model.layers": sum(given)},
             )
             return given
         require(
             layers >= stages,
             f"model.layers={layers} cannot fill {stages} virtual stages (mesh.pipe={pipe} x "
-            f"pipeline.virtual_stages={self.virtual_stages}); at most {layers} would fit",
+            f"pipeline.virtual_stages={self.virtual_stages})",
+            {"mesh.pipe": layers // self.virtual_stages},
+            {"model.layers": stages},
         )
         return tuple(layers // stages + (i < layers % stages) for i in range(stages))
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchConfig:
+class BatchConfig(Checked):
     """Numbers of sequences.
 
     Attributes:
@@ -221,7 +217,7 @@ class BatchConfig:
     micro_batch: int = 2
     data_micro_batches: str = ""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         positive("batch", self, "global_batch", "micro_batch")
         bounded("batch", self, global_batch=MOST_SEQUENCES, micro_batch=2**16)
         counts("batch.data_micro_batches", self.data_micro_batches)
@@ -242,7 +238,8 @@ class BatchConfig:
         require(
             self.global_batch % per_round == 0,
             f"batch.global_batch={self.global_batch} is not divisible by mesh.data={data} x "
-            f"batch.micro_batch={self.micro_batch}; {multiples_near(per_round, self.global_batch)} would fit",
+            f"batch.micro_batch={self.micro_batch}",
+            each("batch.global_batch", multiples_near(per_round, self.global_batch)),
         )
         return (self.global_batch // per_round,) * data
 
@@ -251,14 +248,17 @@ class BatchConfig:
         found = counts("batch.data_micro_batches", self.data_micro_batches)
         require(
             len(found) == data,
-            f"{setting} names {len(found)} data rank{'s' * (len(found) > 1)}, but mesh.data={data}; "
-            "name one number for each, or leave it out for equal ones",
+            f"{setting} names {len(found)} data rank{'s' * (len(found) > 1)}, but mesh.data={data}",
+            {"batch.data_micro_batches": OUT},
+            {"mesh.data": len(found)},
         )
         total = sum(found) * self.micro_batch
         require(
             total == self.global_batch,
             f"{setting} with batch.micro_batch={self.micro_batch} takes {total} sequences, but batch.global_batch="
-            f"{self.global_batch}; batch.global_batch={total} would fit",
+            f"{self.global_batch}",
+            {"batch.global_batch": total},
+            {"batch.data_micro_batches": OUT},
         )
         return found
 

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from paxtrain.config.checks import bounded, positive, require
+from paxtrain.config.checks import Checked, bounded, each, multiples_near, positive, require
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked):
     """The interval of checkpoints, and the choice of those that are kept.
 
     Attributes:
@@ -23,7 +23,7 @@ class CheckpointConfig:
     resume: bool = True
     reset_codec: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         bounded("checkpoint", self)
         positive("checkpoint", self, "keep")
         for name in ("every", "keep_every"):
@@ -32,11 +32,14 @@ class CheckpointConfig:
         require(
             not self.keep_every or (self.every > 0 and self.keep_every % self.every == 0),
             f"checkpoint.keep_every={self.keep_every} must be a multiple of checkpoint.every={self.every}",
+            each("checkpoint.keep_every", multiples_near(self.every, self.keep_every) if self.every else ()),
+            {"checkpoint.every": self.keep_every},
+            {"checkpoint.keep_every": 0},
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Checked):
     """Length of the run, its output folder, and how often it reports.
 
     Attributes:
@@ -65,7 +68,7 @@ class RunConfig:
     sample_tokens: int = 200
     peak_flops: float = 0.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         bounded("run", self, seed=2**63 - 1, sample_tokens=2**20, eval_batches=2**20)
         positive("run", self, "steps", "eval_batches", "log_every")
         for name in ("eval_every", "sample_tokens", "peak_flops", "seed", "resume_step"):

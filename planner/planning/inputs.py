@@ -133,7 +133,8 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
     check_groups(outer, steps, model.layers, batch, compress)
     if compress.embedding.sync == "fused" and not model.tied_head:
         raise UserError(
-            "compress.embedding.sync=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"
+            "compress.embedding.sync=fused is about the embedding's tied copies, but model.tied_head=False; "
+            "compress.embedding.sync=auto would fit"
         )
     if (optimizer := read_section(OptimizerConfig, values.get("optimizer", {}), "optimizer").name) != "adamw":
         raise UserError(

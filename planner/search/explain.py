@@ -150,7 +150,7 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
     for name, size in model.split_sizes.items():
         if size % tensor:
             vocabulary = model.vocabulary_for(tensor)
-            fits = f"; {vocabulary} would fit" if vocabulary else ""
+            fits = f"; model.vocab_multiple={vocabulary} would fit" if vocabulary else ""
             return f"tensor={tensor} does not divide model.{name}={size}{fits}"
     if pipe * changed["chunks"] > model.layers:
         return f"{pipe * changed['chunks']} virtual stages are more than the model's {model.layers} layers"

@@ -223,12 +223,13 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         meshes = _in_groups(meshes, choices)
     if not meshes:
         split = ", ".join(f"model.{name}={size}" for name, size in model.split_sizes.items())
-        padded = {t: fits for t in choices.tensor if (fits := model.vocabulary_for(t))}
+        padded = {t: multiple for t in choices.tensor if (multiple := model.vocabulary_for(t))}
+        key = "--model.model.vocab_multiple"
         raise UserError(
             f"no mesh fits {cluster.devices} devices, {cluster.devices_per_host} a host: tensor must divide "
             f"{split} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
             f"data={listed(choices.data)}, tensor={listed(choices.tensor)} and pipe={listed(choices.pipe)}"
-            + "".join(f"; --model.{fits[6:]} would let tensor={t} divide the vocabulary" for t, fits in padded.items())
+            + "".join(f"; {key}={n} would let tensor={t} divide the vocabulary" for t, n in padded.items())
         )
     refused: dict[str, None] = {}
     rows = list(_rows(cluster, model, global_batch, choices, meshes, refused))

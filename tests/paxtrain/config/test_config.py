@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 
 import hypothesis
 import jax
@@ -27,6 +26,7 @@ from paxtrain.config.data import DataConfig
 from paxtrain.config.parallel import scans
 from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
+from tests.advice import advised
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 MIXED = {"train": "a=x,b=y"}
@@ -38,11 +38,6 @@ def refusal(function, *args, **kwargs) -> str:
     message = str(error.value)
     assert "\n" not in message
     return message
-
-
-def suggestions(message: str) -> list[int]:
-    """Return the numbers in "...; 12 or 16 would fit"."""
-    return [int(number) for number in re.findall(r"\d+", message.split(";")[-1])]
 
 
 def test_to_dict_and_back():
@@ -186,7 +181,7 @@ def test_values_of_one_section(section, values, words):
         ),
         ({"mesh": {"data": 3}}, ["batch.global_batch=16", "mesh.data=3", "batch.micro_batch=2", "12 or 18"]),
         ({"batch": {"global_batch": 3, "micro_batch": 4}}, ["batch.global_batch=3", "batch.micro_batch=4", "4 would"]),
-        ({"mesh": {"pipe": 5}}, ["model.layers=4", "5 virtual stages", "mesh.pipe=5", "at most 4"]),
+        ({"mesh": {"pipe": 5}}, ["model.layers=4", "5 virtual stages", "mesh.pipe=5", "; mesh.pipe=4"]),
         (
             {"mesh": {"pipe": 3}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
             ["model.layers=4", "6 virtual stages", "pipeline.virtual_stages=2"],
@@ -215,10 +210,8 @@ def test_suggested_heads_fit(hidden, heads):
     if hidden % heads == 0:
         assert ModelConfig(hidden=hidden, heads=heads).head_dim * heads == hidden
         return
-    fitting = suggestions(refusal(ModelConfig, hidden=hidden, heads=heads))
-    assert fitting
-    for suggested in fitting:
-        ModelConfig(hidden=hidden, heads=suggested)
+    for change in advised(refusal(ModelConfig, hidden=hidden, heads=heads)):
+        ModelConfig(**({"hidden": hidden, "heads": heads} | {name.partition(".")[2]: n for name, n in change.items()}))
 
 
 @few
@@ -228,10 +221,8 @@ def test_suggested_batches_fit(global_batch, data, micro_batch):
         count = BatchConfig(global_batch, micro_batch).micro_batches(data)
         assert count * data * micro_batch == global_batch
         return
-    fitting = suggestions(refusal(BatchConfig(global_batch, micro_batch).micro_batches, data))
-    assert fitting
-    for suggested in fitting:
-        assert BatchConfig(suggested, micro_batch).micro_batches(data) >= 1
+    for change in advised(refusal(BatchConfig(global_batch, micro_batch).micro_batches, data)):
+        assert BatchConfig(change["batch.global_batch"], micro_batch).micro_batches(data) >= 1
 
 
 @few

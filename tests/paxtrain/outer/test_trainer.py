@@ -240,16 +240,22 @@ def test_a_group_whose_gradients_are_not_finite_waits_alone():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"outer": {"every": 7}}, r"outer.every=7 does not divide run.steps=100.*; 5 or 10 would fit"),
-        ({"outer": {"every": 10, "groups": 3}}, r"outer.groups=3 does not divide mesh.data=4; 2 or 4 would fit"),
+        ({"outer": {"every": 7}}, r"outer.every=7 does not divide run.steps=100.*; outer.every=5 or 10 would fit"),
+        (
+            {"outer": {"every": 10, "groups": 3}},
+            r"outer.groups=3 does not divide mesh.data=4; outer.groups=2 or 4 would",
+        ),
         ({"outer": {"groups": 2}}, r"outer.groups=2 needs outer.every"),
         ({"outer": {"every": 10, "lr": 0.0}}, r"outer.lr must be positive"),
         ({"outer": {"every": 10, "momentum": 1.0}}, r"outer.momentum must be in \[0, 1\)"),
         ({"outer": {"fragments": 2}}, r"outer.fragments=2 needs outer.every"),
         ({"outer": {"overlap": 2}}, r"outer.overlap=2 needs outer.every"),
         ({"outer": {"every": 10, "fragments": 0}}, r"outer.fragments must be positive"),
-        ({"outer": {"every": 10, "fragments": 4}}, r"outer.fragments=4 does not divide outer.every=10; 2 or 5 would"),
-        ({"outer": {"every": 10, "fragments": 5}}, r"outer.fragments=5 is more than model.layers=2, .* 2 would fit"),
+        (
+            {"outer": {"every": 10, "fragments": 4}},
+            r"outer.fragments=4 does not divide outer.every=10; .*=2 or 5 would",
+        ),
+        ({"outer": {"every": 10, "fragments": 5}}, r"outer.fragments=5 is more than model.layers=2, .*=2 or 1 would"),
         ({"outer": {"every": 10, "overlap": -1}}, r"outer.overlap must not be negative"),
         (
             {"outer": {"every": 10, "overlap": 10}},

@@ -297,10 +297,10 @@ class OfLayers(Identity):
         ),
         ((2, 2, 1), {"embedding_codec": f"{__name__}:OfLayers"}, ["OfLayers()", "does not take messages of [32, 32]"]),
         ((2, 2, 1), {"embedding_codec": "powersgd"}, ["compress.embedding.codec=powersgd"]),
-        ((2, 2, 1), {"embedding_codec": "lowrank"}, ["compress.embedding.codec=lowrank is not offered", "choose int8"]),
-        ((2, 2, 1), {"embedding_options": {"block": 32}}, ["compress.embedding.options.block", "name one with"]),
-        ((2, 2, 1), INT8 | {"embedding_sync": "unfused"}, ["needs the fused synchronisation", "choose auto"]),
-        ((1, 1, 1), INT8, ["travel over data or between the two copies", "mesh.data of 2 or more"]),
+        ((2, 2, 1), {"embedding_codec": "lowrank"}, ["compress.embedding.codec=lowrank is not offered", "=int8"]),
+        ((2, 2, 1), {"embedding_options": {"block": 32}}, ["compress.embedding.options.block", "names none"]),
+        ((2, 2, 1), INT8 | {"embedding_sync": "unfused"}, ["needs the fused synchronisation", "sync=auto"]),
+        ((1, 1, 1), INT8, ["travel over data or between the two copies", "mesh.data=2"]),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(mesh, changes, words):

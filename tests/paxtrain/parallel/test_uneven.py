@@ -194,7 +194,7 @@ def test_evaluation_is_the_mean_over_all_sequences(mesh):
 @pytest.mark.parametrize(
     ("counts", "global_batch", "message"),
     [
-        ("4,2", 16, "takes 12 sequences, but batch.global_batch=16; batch.global_batch=12 would fit"),
+        ("4,2", 16, "takes 12 sequences, but batch.global_batch=16; batch.global_batch=12 with pipeline.idle=skip"),
         ("4,2,2", 16, "names 3 data ranks, but mesh.data=2"),
         ("8", 16, "names 1 data rank, but mesh.data=2"),
         ("8,0", 16, "must be positive integers joined by commas, got '8,0'"),

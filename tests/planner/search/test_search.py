@@ -8,8 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from paxtrain.config import CompressConfig
+from paxtrain.config import CompressConfig, from_dict
 from paxtrain.config import plan as plans
+from paxtrain.config.load import nested
 from paxtrain.errors import UserError
 from paxtrain.schedule import table_file
 from paxtrain.schedule.schedules import build, code, name_of
@@ -21,6 +22,7 @@ from planner.search import explain, space
 from planner.search.budget import Budget
 from planner.search.search import Found, Options, Outcome, Search
 from planner.search.space import COLUMNS, Choices, numbers_of
+from tests.advice import advised
 from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
 
@@ -240,6 +242,16 @@ def test_every_neighbour_gets_a_reason_whose_figures_hold(usable):
         assert step == pytest.approx(seconds, rel=1e-3) if said[1] == "simulated" else step >= seconds * (1 - 1e-3)
     assert seen["simulated"] >= 5 and seen["takes"] and (seen["memory"] > 0) == (usable == 0.04)
     assert len({line.split(": ")[0] for line in reasons}) == len(reasons)
+
+
+def test_what_a_neighbour_is_said_to_need_makes_it_a_candidate():
+    model, choices = dataclasses.replace(MODEL, vocab_multiple=1), Choices(pipe=(1,), backward=(), data_ranks=(), **FEW)
+    one = Search(cluster(1, 2), model, 8, choices, CLOSED, Options(placed=0))
+    found = one.run().ranked[0]
+    [line] = [line for line in explain.neighbours(one, found, 8) if line.startswith("data=1 tensor=2: ")]
+    [change] = advised(line)
+    model = from_dict(nested(change, {"model": dataclasses.asdict(model)} | nested({"mesh.tensor": 2}))).model
+    assert 2 in Search(cluster(1, 2), model, 8, choices, CLOSED, Options()).space.tensor
 
 
 def test_neighbours_that_take_much_longer_take_so_many_times_as_long():

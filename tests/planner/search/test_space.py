@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import re
 
 import numpy as np
 import pytest
 
 from paxtrain.config import SAVE_MODES, ModelConfig, from_dict
+from paxtrain.config.load import nested
 from paxtrain.config.options import CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of, names, parts
@@ -140,6 +142,17 @@ def test_what_cannot_be_split_is_told(batch, choices, sentence):
     with pytest.raises(UserError) as error:
         enumerate_candidates(cluster(2, 4), MODEL, batch, choices)
     assert sentence in str(error.value)
+
+
+def test_a_vocabulary_that_is_advised_lets_tensor_divide_it():
+    odd, choices = dataclasses.replace(MODEL, vocab_multiple=1), Choices(tensor=(2, 4))
+    with pytest.raises(UserError) as error:
+        enumerate_candidates(cluster(2, 4), odd, 16, choices)
+    advised = re.findall(r"; --model\.(\S+)=(\d+) would let tensor=(\d) divide the vocabulary", str(error.value))
+    assert [tensor for *_, tensor in advised] == ["2", "4"]
+    for key, value, tensor in advised:
+        model = from_dict(nested({key: int(value)}, {"model": dataclasses.asdict(odd)})).model
+        assert int(tensor) in enumerate_candidates(cluster(2, 4), model, 16, choices).tensor
 
 
 def test_divisors():
