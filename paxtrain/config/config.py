@@ -20,6 +20,7 @@ from paxtrain.config.optimizer import OptimizerConfig, OuterConfig
 from paxtrain.config.options import LINKED
 from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
 from paxtrain.config.run import CheckpointConfig, RunConfig
+from paxtrain.schedule.stage_map import StageMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,12 +150,19 @@ class Config(Checked):
                 {"mesh.pipe": 2},
                 {f"compress.{direction}": OUT},
             )
+            require(
+                part.chosen == "none" or not self.stage_map.folded,
+                f"compress.{direction}.{setting} compresses what goes one way over each link, but pipeline.schedule="
+                f"{self.pipeline.schedule} sends it both ways",
+                {f"compress.{direction}": OUT},
+                {"pipeline.schedule": PipelineConfig.schedule, "pipeline.virtual_stages": 1},
+            )
         require(
-            c.embedding.sync != "fused" or pipe > 1,
+            c.embedding.sync != "fused" or len(self.stage_map.ends) > 1,
             "compress.embedding.sync=fused needs tied copies of the embedding on the first and the last stage, "
-            "but mesh.pipe=1 holds it once",
+            f"but {'mesh.pipe=1' if pipe == 1 else f'pipeline.schedule={self.pipeline.schedule}'} holds it once",
             {"compress.embedding.sync": "auto"},
-            {"mesh.pipe": 2},
+            [{"mesh.pipe": 2}] * (pipe == 1),
         )
         require(
             c.embedding.sync == "auto" or self.model.tied_head,
@@ -200,7 +208,8 @@ class Config(Checked):
 
     def _check_embedding(self) -> None:
         """Require that the embedding's gradients travel, if a codec is to encode them."""
-        codec, tied = self.compress.embedding.codec, self.model.tied_head and self.mesh.pipe > 1
+        codec = self.compress.embedding.codec
+        tied = self.model.tied_head and len(self.stage_map.ends) > 1
         require(
             not codec or tied or self.mesh.data > self.groups,
             f"compress.embedding.codec={codec} needs gradients of the embedding that travel over data or between the "
@@ -274,8 +283,13 @@ class Config(Checked):
 
     @property
     def links(self) -> int:
-        """Return the number of links between stages; virtual stages add one from the last stage to the first."""
-        return self.mesh.pipe - (self.pipeline.virtual_stages == 1)
+        """Return the number of links between stages; see `StageMap.links`."""
+        return self.stage_map.links
+
+    @property
+    def stage_map(self) -> StageMap:
+        """Return which stage holds which virtual stage."""
+        return self.pipeline.spec.place(self.mesh.pipe, self.pipeline.virtual_stages)
 
     @property
     def profiled(self) -> range:

@@ -144,6 +144,13 @@ class PipelineConfig(Checked):
             {"pipeline.virtual_stages": self.spec.size[1] if self.spec.size else 2},
             {"pipeline.schedule": type(self).schedule},
         )
+        most = self.spec.most_chunks or self.virtual_stages
+        require(
+            self.virtual_stages <= most,
+            f"pipeline.schedule={self.schedule} has {most} chunks per stage, but pipeline.virtual_stages="
+            f"{self.virtual_stages}",
+            {"pipeline.virtual_stages": most},
+        )
         require(
             not self.spec.splits or self.save in SPLIT_SAVES,
             f"pipeline.save={self.save} saves no memory with pipeline.schedule={self.schedule}, which keeps a layer's "

@@ -28,7 +28,9 @@ def layer_fragments(model: ModelConfig, fragments: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def fragment_layers(model: ModelConfig, fragments: int, counts: tuple[int, ...], stages: int) -> tuple[int, ...]:
+def fragment_layers(
+    model: ModelConfig, fragments: int, counts: tuple[int, ...], stage_of: tuple[int, ...]
+) -> tuple[int, ...]:
     """Return how many layers every stage sends of each fragment: as many as the stage that has the most of it.
 
     A single fragment has all layer slots of a stage, also those without a layer.
@@ -37,10 +39,11 @@ def fragment_layers(model: ModelConfig, fragments: int, counts: tuple[int, ...],
         model: model whose weights are exchanged.
         fragments: number of fragments.
         counts: layers of each virtual stage.
-        stages: number of stages.
+        stage_of: stage of each virtual stage; all have as many.
     """
+    stages = max(stage_of) + 1
     if fragments == 1:
         return (max(counts) * (len(counts) // stages),)
-    stage_of = [virtual % stages for virtual, count in enumerate(counts) for _ in range(count)]
-    held = collections.Counter(zip(stage_of, layer_fragments(model, fragments)))
+    of_layers = [stage for stage, count in zip(stage_of, counts) for _ in range(count)]
+    held = collections.Counter(zip(of_layers, layer_fragments(model, fragments)))
     return tuple(max(held[stage, p] for stage in range(stages)) for p in range(fragments))

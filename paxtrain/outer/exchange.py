@@ -202,11 +202,10 @@ class GroupExchange:
 
     def _one_table(self, tree: Params) -> Params:
         """Return differences whose last stage has the first one's of a tied table, since sums may differ in a bit."""
-        stages = self.layout.stages
-        tied = self.layout.config.model.tied_head and "embedding" in tree
-        if stages == 1 or self.groups == 1 or not tied:
+        if not self.layout.swaps or self.groups == 1 or "embedding" not in tree:
             return tree
         table = tree["embedding"]["token"]
-        moved = permute(table, "pipe", ((0, stages - 1),))
-        table = jnp.where(lax.axis_index("pipe") == stages - 1, moved, table)
+        last = self.layout.stage_map.last
+        moved = permute(table, "pipe", ((0, last),))
+        table = jnp.where(lax.axis_index("pipe") == last, moved, table)
         return {**tree, "embedding": {**tree["embedding"], "token": table}}

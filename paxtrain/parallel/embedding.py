@@ -84,12 +84,12 @@ class TableCodec:
     @property
     def _swaps(self) -> bool:
         """Return whether the first and the last stage exchange gradients."""
-        return self._tied and self.layout.stages > 1
+        return self.layout.swaps
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of a device's gradient: [V/T, H] of a tied table, otherwise [1 or 2, V/T, H]."""
-        several = () if self._tied else (2 if self.layout.stages == 1 else 1,)
+        several = () if self._tied else (self.layout.tables,)
         return *several, *table_shape(self.layout)
 
     @property
@@ -168,7 +168,7 @@ class TableCodec:
         """
         if not self._swaps:
             return x, state
-        stage, ends = lax.axis_index("pipe"), (0, self.layout.stages - 1)
+        stage, ends = lax.axis_index("pipe"), (0, self.layout.stage_map.last)
         edge = among(stage, ends)
         with jax.named_scope("compression"):
             own, swapped = self.codec.encode(state.swapped, x, edge)

@@ -33,10 +33,10 @@ T = TypeVar("T")  # a pytree of arrays
 
 def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
     """Return the sum of x over the first and the last stage, with the same bits on both."""
-    if layout.stages == 1:
+    if len(layout.ends) == 1:
         return x
-    last = layout.stages - 1
-    return x + permute(x, "pipe", ((0, last), (last, 0)))
+    first, last = layout.ends
+    return x + permute(x, "pipe", ((first, last), (last, first)))
 
 
 def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
@@ -279,7 +279,7 @@ def global_norm(layout: Layout, grads: Params) -> jax.Array:
         copies = (mesh.data if dim < 0 else 1) * (mesh.tensor if layout.tensor_dim(path) is None else 1)
         own = jnp.square(x.astype(jnp.float32)).sum() / copies
         # The last stage has a second copy of the tied embedding.
-        second = names(path)[-1] == "token" and layout.stages > 1 and layout.config.model.tied_head
+        second = names(path)[-1] == "token" and layout.swaps
         return jnp.where(lax.axis_index("pipe") == 0, own, 0) if second else own
 
     every = jax.tree.leaves(jax.tree_util.tree_map_with_path(squares, grads, dims))

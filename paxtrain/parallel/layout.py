@@ -6,9 +6,10 @@ times the most layers of a virtual stage; slots without a layer stay zero.
 
     layers             [P*R, ...] over pipe; stage s holds the rows of its chunks, chunk after chunk
     embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 are in use: the two copies of a tied table, or the
-                       embedding's table and an untied head's ([2, V, H] with one stage); other rows are zero
+                       embedding's table and an untied head's; other rows are zero. If one stage holds the first and
+                       the last virtual stage, a tied table is in row 0, and untied ones are the first of [2P, V, H].
     embedding.position [P, S, H] over pipe; row 0 is in use
-    final_norm         [P, H] over pipe; row P-1 is in use
+    final_norm         [P, H] over pipe; the row of the last virtual stage's stage is in use: P-1, or 0 if folded
 
 Thus no array is declared replicated over pipe while only one stage updates it. With ZeRO-1 one more dim of each array
 is split over data (Rajbhandari et al. 2020, stage 1, with the master weights split too).
@@ -30,6 +31,7 @@ from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Parameter, Params
 from paxtrain.model.tensor_parallel import WHOLE, Group
 from paxtrain.pipeline.program import Program
+from paxtrain.schedule.stage_map import StageMap
 
 
 def is_spec(x: object) -> bool:
@@ -63,6 +65,11 @@ class Layout:
         return self.config.pipeline.virtual_stages
 
     @property
+    def stage_map(self) -> StageMap:
+        """Stages of all virtual stages."""
+        return self.config.stage_map
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Number of layers of each virtual stage, in model order."""
         return self.config.stage_layers
@@ -77,8 +84,8 @@ class Layout:
         """Index of the layer in each slot, or -1: int [P, chunks, slots]."""
         starts = np.cumsum((0, *self.counts))
         table = np.full((self.stages, self.chunks, self.slots), -1)
-        for virtual, count in enumerate(self.counts):
-            chunk, stage = divmod(virtual, self.stages)
+        for (chunk, stage), virtual in np.ndenumerate(self.stage_map.virtual_of):
+            count = self.counts[virtual]
             table[stage, chunk, :count] = np.arange(starts[virtual], starts[virtual] + count)
         return table
 
@@ -88,8 +95,7 @@ class Layout:
         config = self.config
         return Program(
             model=config.model,
-            stages=self.stages,
-            chunks=self.chunks,
+            stage_map=self.stage_map,
             layer_of=tuple(tuple(tuple(map(int, slots)) for slots in stage) for stage in self.layer_of),
             counts=self.counts,
             save=config.pipeline.save,
@@ -172,8 +178,22 @@ class Layout:
 
     def _edges(self, path: tuple) -> tuple[int, ...]:
         """Return the rows in use of an array outside the layers."""
-        last = self.stages - 1
-        return {"token": (0, last), "position": (0,)}.get(names(path)[-1], (last,))
+        return {"token": self.ends, "position": (0,)}.get(names(path)[-1], (self.stage_map.last,))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Stages that hold a table of the vocabulary: those of the first and of the last virtual stage."""
+        return self.stage_map.ends
+
+    @property
+    def swaps(self) -> bool:
+        """Whether two stages hold a tied table, so that they exchange its gradients."""
+        return len(self.ends) > 1 and self.config.model.tied_head
+
+    @property
+    def tables(self) -> int:
+        """Number of tables of the vocabulary on a stage."""
+        return self.config.model.tables if len(self.ends) == 1 else 1
 
     def holds_tables(self, path: tuple) -> bool:
         """Return whether an array holds the two tables of a model with an untied head."""
@@ -190,8 +210,9 @@ class Layout:
                 used = jnp.asarray(rows >= 0).reshape(-1, *[1] * (x.ndim - 1))
                 return jnp.where(used, x[np.maximum(rows, 0)], 0)
             if self.holds_tables(path):
-                between = jnp.zeros((max(self.stages - 2, 0), *x.shape[1:]), x.dtype)
-                return jnp.concatenate([x[:1], between, x[1:]])
+                zeros = jnp.zeros((self.stages * self.tables - 2, *x.shape[1:]), x.dtype)
+                parts = [x, zeros] if len(self.ends) == 1 else [x[:1], zeros, x[1:]]
+                return jnp.concatenate(parts)
             live = np.isin(np.arange(self.stages), self._edges(path)).reshape(-1, *[1] * x.ndim)
             return jnp.where(jnp.asarray(live), x[None], 0)
 
@@ -206,7 +227,7 @@ class Layout:
             if names(path)[0] == "layers":
                 return x if (rows == np.arange(len(rows))).all() else x[order]
             if self.holds_tables(path):
-                return x[np.array([0, -1])]
+                return x[np.array([0, 1 if len(self.ends) == 1 else -1])]
             return x[self._edges(path)[0]]
 
         return jax.tree_util.tree_map_with_path(collect, params)

@@ -126,7 +126,7 @@ class DataReduction:
         groups = (dims["embedding"], dims["final_norm"])
         some = [{k: gradients.without_stage(group[k]) for k in part} for part, group in zip(rest, groups, strict=True)]
         positions, final_norm = gradients.means(layout, rest, some)
-        edges = set(stages) <= {0, layout.stages - 1}
+        edges = set(stages) <= {*layout.ends}
         tables, state = gradients.reduce_tables(self.compression, grads.embedding, state, edges)
         return ({**tables, **positions}, final_norm), state
 

@@ -211,8 +211,7 @@ class Trainer:
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
         """Return the shape of a global batch of tokens: int32 [global_batch, sequence + 1].
 
-        Its rows hold the samples that `Config.batch_samples` says. If data ranks have different numbers of
-        micro-batches, there are more rows than samples.
+        Its rows hold the samples that `Config.batch_samples` says; uneven data ranks have rows that no step reads.
         """
         c = self.config
         rows = len(c.batch_samples)
@@ -482,7 +481,7 @@ class Trainer:
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None, exact=True)
-        table = forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
+        table = forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks, self.schedule.place)
         table = dataclasses.replace(table, masked=self._masked(table.masked))
         return self._sum_loss(executor.loss_only(stage, self._assigned(table), table.masked))
 

@@ -37,10 +37,10 @@ def on_edges(layout: Layout, run: Callable[[T], T], x: T) -> T:
         run: Function with collectives over data.
         x: Its argument, a pytree of arrays; zeros on stages between.
     """
-    if layout.stages <= 2:
+    if len(layout.ends) == layout.stages:
         return run(x)
     stage = lax.axis_index("pipe")
-    edge = (stage == 0) | (stage == layout.stages - 1)
+    edge = (stage == 0) | (stage == layout.ends[-1])
 
     def skip(x: T) -> T:
         nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(run, x))

@@ -38,9 +38,21 @@ def permute(x: T, axis: MeshAxes, pairs: Pairs) -> T:
     Args:
         x: pytree of arrays.
         axis: name of the mesh axis, or names of data and pipe, between whose data ranks nothing travels.
-        pairs: (sender, receiver) positions on the axis; positions that do not receive get zeros.
+        pairs: (sender, receiver) positions on the axis; positions that do not receive get zeros. What a position sends
+            to itself takes no collective.
     """
     stages = axis if isinstance(axis, str) else axis[-1]
+    if away := tuple((sender, receiver) for sender, receiver in pairs if sender != receiver):
+        moved = _permute(x, axis, stages, away)
+    else:
+        moved = jax.tree.map(jnp.zeros_like, x)
+    if away == pairs:
+        return moved
+    stays = jnp.isin(position(axis), jnp.array([sender for sender, receiver in pairs if sender == receiver]))
+    return jax.tree.map(lambda own, other: jnp.where(stays, own, other), x, moved)
+
+
+def _permute(x: T, axis: MeshAxes, stages: str, pairs: Pairs) -> T:
     if stages in jax.sharding.get_abstract_mesh().manual_axes:  # inside jax.shard_map
         return lax.ppermute(x, axis, pairs)
     # vmap wants a complete permutation: idle senders feed idle receivers, which drop the values.

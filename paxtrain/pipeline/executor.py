@@ -36,7 +36,7 @@ from paxtrain.pipeline.one_stage import one_stage
 from paxtrain.pipeline.program import Close, Weights
 from paxtrain.pipeline.rings import behind, only_if, read, write
 from paxtrain.pipeline.stage import Stage
-from paxtrain.schedule.buffers import Buffers, RowKind
+from paxtrain.schedule.buffers import ARRIVALS, GRADIENT_ARRIVALS, Buffers, RowKind
 from paxtrain.schedule.table import ALONG, BETWEEN, Pair
 
 
@@ -65,7 +65,7 @@ class Rows:
         # Stages that reduce their gradients within the last row's op; the others do it behind the rows.
         self.closing = closing if reduction and reduction.closes(closing) else ()
         self.program = stage.program
-        self.last = stage.index == self.program.stages - 1
+        self.last = stage.index == self.program.stage_map.last
         self.table = jnp.asarray(buffers.table)
         self.position = stage.index  # on the axis of the rows' messages
         if self.program.data is not None:
@@ -127,7 +127,7 @@ class Rows:
 
     def _plain_row(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         """Run a row of a masked schedule whose gradients travel as they are."""
-        mail = Mail(self._gradients_travel(carry, kind), None)
+        mail = [Mail(plain, None) for plain in self._gradients_travel(carry, kind)]
         carry, received = self._gradients_arrive(carry, cell, kind, mail)
         carry = self._run_forward(carry, cell, kind)
         carry = self._activations_travel(carry, cell, kind)
@@ -135,12 +135,12 @@ class Rows:
 
     def _compressed_row(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         """Run a row of a masked schedule in which some gradients travel compressed: they are decoded behind F."""
-        plain = self._gradients_travel(carry, kind)
+        [plain] = self._gradients_travel(carry, kind)
         carry, wire = self._send("backward", carry, cell, kind.receive_compressed)
         carry = self._run_forward(carry, cell, kind)
         # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
         wire, output = lax.optimization_barrier((wire, carry.output))
-        carry, received = self._gradients_arrive(carry._replace(output=output), cell, kind, Mail(plain, wire))
+        carry, received = self._gradients_arrive(carry._replace(output=output), cell, kind, [Mail(plain, wire)])
         carry = self._activations_travel(carry, cell, kind)
         return self._run_backward(carry, cell, kind, received)
 
@@ -160,17 +160,17 @@ class Rows:
     def _row_along_messages(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         """Run a row whose messages, made in the row before, travel under all of its ops."""
         carry, mail = self._all_gradients_travel(carry, cell, kind)
-        carry, wire = self._activations_leave(carry, cell, kind)
+        carry, wires = self._activations_leave(carry, cell, kind)
         carry = self._run_forward(carry, cell, kind)
         carry = self._run_weights(carry, cell, kind)
         carry = self._run_backward(carry, cell, kind, None)
         # Behind the ops, so that the transfers lie under them.
         made = carry.output, carry.gradient_out
-        mail, wire, (output, gradient_out) = lax.optimization_barrier((mail, wire, made))
+        mail, wires, (output, gradient_out) = lax.optimization_barrier((mail, wires, made))
         carry = carry._replace(output=output, gradient_out=gradient_out)
         if mail:
             carry, _ = self._gradients_arrive(carry, cell, kind, mail)
-        return self._activations_arrive(carry, wire, cell, kind)
+        return self._activations_arrive(carry, wires, cell, kind)
 
     def _row_behind_messages(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
         """Run a row for devices that wait for transfers: the messages of the row before come first."""
@@ -188,35 +188,40 @@ class Rows:
 
     # --- The events of a row ------------------------------------------------------------------------------------------
 
-    def _gradients_travel(self, carry: Carry, kind: RowKind) -> jax.Array | None:
-        """Send the gradients that travel as they are; None if there are none."""
-        if not kind.receive:
-            return None
-        with jax.named_scope("send_backward"):
-            return permute(carry.gradient_out, self.program.axis, kind.receive)
+    def _lanes(self, pairs: tuple[Pair, ...]) -> list[tuple[Pair, ...]]:
+        """Return the pairs of each lane; no stage receives twice in one."""
+        at, p = self.program.stage_map, self.program.stages
+        return [tuple(pair for pair in pairs if at.lane(pair[0] % p, pair[1] % p) == n) for n in range(at.lanes)]
 
-    def _all_gradients_travel(self, carry: Carry, cell: StageRow, kind: RowKind) -> tuple[Carry, Mail | None]:
-        """Send all gradients, in both ways; None if there are none."""
+    def _gradients_travel(self, carry: Carry, kind: RowKind) -> list[jax.Array | None]:
+        """Send the gradients that travel as they are, by lane; None if there are none."""
+        with jax.named_scope("send_backward"):
+            x, axis = carry.gradient_out, self.program.axis
+            return [permute(x, axis, pairs) if pairs else None for pairs in self._lanes(kind.receive)]
+
+    def _all_gradients_travel(self, carry: Carry, cell: StageRow, kind: RowKind) -> tuple[Carry, list[Mail]]:
+        """Send all gradients, in both ways, by lane; [] if there are none."""
         pairs, wire = kind.receive_compressed, None
         if not (kind.receive or pairs):
-            return carry, None
+            return carry, []
         plain = self._gradients_travel(carry, kind)
         if pairs:
             carry, wire = self._send("backward", carry, cell, pairs)
-        return carry, Mail(plain, wire)
+        return carry, [Mail(one, None if lane else wire) for lane, one in enumerate(plain)]
 
-    def _gradients_arrive(self, carry: Carry, cell: StageRow, kind: RowKind, mail: Mail) -> tuple[Carry, Any]:
-        """Return the gradients that have come, decoded, and the carry with them in their slot if there is a ring."""
-        received = mail.plain
-        if kind.receive_compressed:
-            arrived = self._decode("backward", mail.wire)
-            if self.buffers.joined:
-                receives = cell["message_comes"] == 1
-            else:
-                receives = among(self.position, tuple(receiver for _, receiver in kind.receive_compressed))
-            received = arrived if received is None else jnp.where(receives, arrived, received)
-        if self.buffers.gradient_depth and received is not None:
-            carry = carry._replace(gradients=write(carry.gradients, (cell["gradient_arrival_slot"],), received))
+    def _gradients_arrive(self, carry: Carry, cell: StageRow, kind: RowKind, mail: list[Mail]) -> tuple[Carry, Any]:
+        """Return the gradients that have come, decoded, and the carry with them in their slots if there is a ring."""
+        received = None
+        for arrival, (received, wire) in zip(GRADIENT_ARRIVALS, mail):
+            if wire is not None:
+                arrived = self._decode("backward", wire)
+                if self.buffers.joined:
+                    receives = cell["message_comes"] == 1
+                else:
+                    receives = among(self.position, tuple(receiver for _, receiver in kind.receive_compressed))
+                received = arrived if received is None else jnp.where(receives, arrived, received)
+            if self.buffers.gradient_depth and received is not None:
+                carry = carry._replace(gradients=write(carry.gradients, (cell[arrival],), received))
         return carry, received
 
     def _run_forward(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
@@ -230,19 +235,24 @@ class Rows:
         return carry
 
     def _activations_travel(self, carry: Carry, cell: StageRow, kind: RowKind) -> Carry:
-        return self._activations_arrive(*self._activations_leave(carry, cell, kind), cell=cell, kind=kind)
+        return self._activations_arrive(*self._activations_leave(carry, cell, kind), cell, kind)
 
-    def _activations_leave(self, carry: Carry, cell: StageRow, kind: RowKind) -> tuple[Carry, Any]:
-        if not kind.send:
-            return carry, None
-        return self._send("forward", carry, cell, kind.send)
+    def _activations_leave(self, carry: Carry, cell: StageRow, kind: RowKind) -> tuple[Carry, list[Any]]:
+        wires: list[Any] = []
+        for pairs in self._lanes(kind.send):
+            wire = None
+            if pairs:
+                carry, wire = self._send("forward", carry, cell, pairs)
+            wires.append(wire)
+        return carry, wires
 
-    def _activations_arrive(self, carry: Carry, wire: Any, cell: StageRow, kind: RowKind) -> Carry:
-        if not kind.send:
-            return carry
-        arrived = self._decode("forward", wire)
-        ringed = self.buffers.activation_depth
-        return carry._replace(inbox=write(carry.inbox, (cell["arrival_slot"],), arrived) if ringed else arrived)
+    def _activations_arrive(self, carry: Carry, wires: list[Any], cell: StageRow, kind: RowKind) -> Carry:
+        for arrival, wire, pairs in zip(ARRIVALS, wires, self._lanes(kind.send)):
+            if pairs:
+                arrived = self._decode("forward", wire)
+                ringed = self.buffers.activation_depth
+                carry = carry._replace(inbox=write(carry.inbox, (cell[arrival],), arrived) if ringed else arrived)
+        return carry
 
     def _run_backward(self, carry: Carry, cell: StageRow, kind: RowKind, received: Any) -> Carry:
         if not kind.backward:

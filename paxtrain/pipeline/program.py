@@ -12,6 +12,7 @@ from paxtrain.model.tensor_parallel import Group
 from paxtrain.model.transformer import Params
 from paxtrain.pipeline.collectives import MeshAxes
 from paxtrain.pipeline.rings import RingIndex
+from paxtrain.schedule.stage_map import StageMap
 
 # A segment's weights, or their accumulators: a list of its layers' trees, or one stacked tree if it is scanned.
 Layers: TypeAlias = list[Params] | Params
@@ -58,8 +59,7 @@ class Program:
 
     Attributes:
         model: shape of the model.
-        stages: number of pipeline stages, P.
-        chunks: number of chunks of each stage.
+        stage_map: which stage holds which virtual stage.
         layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
         counts: number of layers of each virtual stage, in model order.
         save: values that a forward keeps for its backward, see PipelineConfig.save.
@@ -71,8 +71,7 @@ class Program:
     """
 
     model: ModelConfig
-    stages: int
-    chunks: int
+    stage_map: StageMap
     layer_of: tuple
     counts: tuple[int, ...]
     save: str
@@ -81,6 +80,16 @@ class Program:
     group: Group
     pipe: str | None
     data: str | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages, P."""
+        return self.stage_map.stages
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of each stage."""
+        return self.stage_map.chunks
 
     @property
     def axis(self) -> MeshAxes:

@@ -57,7 +57,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequ
     padding = f"; {layout.padding():.0%} of the layer slots are padding" if layout.padding() else ""
     flying = "chunks" if layout.chunks > 1 else "micro-batches"
     # F, B and W are taken to be equally long. A split backward idles (P-1)(F+B-W) beside m(F+B+W) of work.
-    work = config.micro_batches * (3 if schedule.splits else config.pipeline.virtual_stages)
+    work = config.micro_batches * config.pipeline.virtual_stages * (3 if schedule.splits else 1)
     bubble = (mesh.pipe - 1) / (work + mesh.pipe - 1)
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     model, batch = config.model, config.batch

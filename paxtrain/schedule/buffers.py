@@ -54,12 +54,14 @@ COLUMNS = (
     "forward_slot",  # of the residual ring, written by F
     "input_slot",  # of the activation ring, read by F
     "arrival_slot",  # of the activation ring, written when an activation has come
+    "arrival_slot_1",  # likewise, of the other lane (StageMap.lane)
     "backward",
     "backward_valid",
     "backward_chunk",
     "backward_slot",  # of the residual ring, read by B, which leaves there what W needs
     "gradient_slot",  # of the gradient ring, read by B
     "gradient_arrival_slot",  # of the gradient ring, written when a gradient has come
+    "gradient_arrival_slot_1",  # likewise, of the other lane
     "head_slot",  # of the gradient ring, written by the head
     "message_chunk",  # that made the gradient that leaves
     "output_chunk",  # that made the activation that leaves
@@ -67,6 +69,9 @@ COLUMNS = (
     "weights_chunk",
     "weights_slot",  # of the residual ring, read by W
 )
+
+ARRIVALS = ("arrival_slot", "arrival_slot_1")  # by lane
+GRADIENT_ARRIVALS = ("gradient_arrival_slot", "gradient_arrival_slot_1")
 
 # Further columns of joined rows, which tell a row's own messages from those of others.
 OWN = (
@@ -217,7 +222,7 @@ def row_kind(
         backward=tuple(sorted({chunk for _, chunk in backward})),
         weights=tuple(sorted({chunk for _, chunk in weights})),
         first=(0, 0) in forward,
-        head=(schedule.stages - 1, schedule.chunks - 1) in forward,
+        head=(schedule.stage_map.last, schedule.chunks - 1) in forward,
         first_backward=(0, 0) in backward,
         tail=schedule.masked and schedule.trains and row > min(schedule.last_rows),
         closing=schedule.closing if row == schedule.rows - 1 else (),
@@ -274,7 +279,11 @@ def rings(schedule: Schedule) -> Rings:
     # arrive after F reads, or BETWEEN rows.
     return (
         _slots(residuals, direct=-1, reuse_same_row=False),
-        _slots(activations, direct=0 if travel == BETWEEN else 1, reuse_same_row=travel != BETWEEN),
+        _slots(
+            activations,
+            direct=-1 if schedule.stage_map.folded else 0 if travel == BETWEEN else 1,
+            reuse_same_row=travel != BETWEEN,
+        ),
         _slots(gradients, direct=0 if travel != ALONG and schedule.chunks == 1 else -1, reuse_same_row=False),
     )
 
@@ -288,8 +297,10 @@ class _Columns:
         self.column = {name: np.zeros((schedule.rows, schedule.stages), np.int32) for name in COLUMNS}
         # Values that no op reads go into the scrap slots.
         self.column["forward_slot"][:] = self.residuals.depth
-        self.column["arrival_slot"][:] = self.activations.depth
-        self.column["gradient_arrival_slot"][:] = self.column["head_slot"][:] = self.gradients.depth
+        for name in ARRIVALS:
+            self.column[name][:] = self.activations.depth
+        for name in ("head_slot", *GRADIENT_ARRIVALS):
+            self.column[name][:] = self.gradients.depth
 
     def fill_forward(self) -> None:
         """Fill what F reads and writes, and where the activations arrive that it sends."""
@@ -303,8 +314,9 @@ class _Columns:
             if virtual:
                 column["input_slot"][row, stage] = self.activations.of[stage][virtual, mb]
             if virtual < last:
-                receiver, then = (stage + 1) % schedule.stages, row + schedule.activations_wait
-                column["arrival_slot"][then, receiver] = self.activations.of[receiver][virtual + 1, mb]
+                receiver, then = schedule.stage_map.stage_of[virtual + 1], row + schedule.activations_wait
+                arrival = ARRIVALS[schedule.stage_map.lane(stage, receiver)]
+                column[arrival][then, receiver] = self.activations.of[receiver][virtual + 1, mb]
                 column["output_chunk"][then, stage] = chunk
             elif schedule.trains:
                 column["head_slot"][row, stage] = self.gradients.of[stage][virtual, mb]
@@ -325,8 +337,9 @@ class _Columns:
             column["backward_slot"][row, stage] = self.residuals.of[stage][virtual, mb]
             column["gradient_slot"][row, stage] = self.gradients.of[stage][virtual, mb]
             if virtual:
-                receiver = (stage - 1) % schedule.stages
-                column["gradient_arrival_slot"][row + 1, receiver] = self.gradients.of[receiver][virtual - 1, mb]
+                receiver = schedule.stage_map.stage_of[virtual - 1]
+                arrival = GRADIENT_ARRIVALS[schedule.stage_map.lane(stage, receiver)]
+                column[arrival][row + 1, receiver] = self.gradients.of[receiver][virtual - 1, mb]
                 column["message_chunk"][row + 1, stage] = chunk
 
     def fill_weights(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from paxtrain.schedule.buffers import COLUMNS, Buffers, row_kind
+from paxtrain.schedule.buffers import ARRIVALS, COLUMNS, GRADIENT_ARRIVALS, Buffers, row_kind
 from paxtrain.schedule.table import ALONG, BETWEEN, UNDER, Schedule
 
 
@@ -12,12 +12,13 @@ class _Proof:
     def __init__(self, schedule: Schedule, buffers: Buffers) -> None:
         self.schedule, self.buffers = schedule, buffers
         self.stages, self.last = schedule.stages, schedule.virtual_stages - 1
+        self.stage_map = schedule.stage_map
         self.residual: list[dict] = [{} for _ in range(self.stages)]
         self.inbox: list[dict] = [{} for _ in range(self.stages)]
         self.gradient_inbox: list[dict] = [{} for _ in range(self.stages)]
         self.seen: set[tuple] = set()  # ops that have run
         self.unread: set[tuple] = set()  # messages that no op has used
-        self.sending: dict[int, tuple] = {}  # sender -> (receiver, gradient), made in the row before
+        self.sending: dict[int, tuple] = {}  # sender -> (receiver, gradient, chunk), made in the row before
         self.leaving: dict[int, tuple] = {}  # sender -> (receiver, activation, chunk), not yet on their way
         self.row = 0
         self.kept: set[tuple] = set()  # (stage, column) of the slots that this row writes
@@ -51,7 +52,9 @@ class _Proof:
         """Yield (stage, its cell, virtual stage) of the stages that run a phase in this row."""
         for s, cell in enumerate(self.cells):
             if cell[f"{phase}_valid"]:
-                yield s, cell, self.schedule.virtual_stage(s, cell[f"{phase}_chunk"])
+                chunk = cell[f"{phase}_chunk"]
+                self.check(chunk < self.schedule.chunks, s, f"there is no chunk {chunk}")
+                yield s, cell, self.schedule.virtual_stage(s, chunk)
 
     def _runs(self, phase: str, stage: int, virtual: int, mb: int) -> None:
         self.check((phase, virtual, mb) not in self.seen, stage, f"{phase} of micro-batch {mb} again")
@@ -61,18 +64,22 @@ class _Proof:
         self.check(sorted(self.kind.send) == sorted((s, to) for s, (to, *_) in sent.items()), -1, "activation pairs")
         for s, (to, key, made_by) in sent.items():
             self.check(self.cells[s]["output_chunk"] == made_by, s, f"activation of chunk {made_by}")
-            self.kept.add((to, "arrival_slot"))
-            self.inbox[to][self.cells[to]["arrival_slot"]] = key
+            self.inbox[to][self._arrival(s, to, ARRIVALS)] = key
             self.unread.add(("a", *key))
+
+    def _arrival(self, sender: int, receiver: int, columns: tuple[str, ...]) -> int:
+        """Return the slot of a message that comes, which is the only one in its lane."""
+        column = columns[self.stage_map.lane(sender, receiver)]
+        self.check((receiver, column) not in self.kept, receiver, f"two messages for {column}")
+        self.kept.add((receiver, column))
+        return self.cells[receiver][column]
 
     def _gradients_arrive(self, sent: dict[int, tuple]) -> None:
         pairs = self.kind.receive + self.kind.receive_compressed
-        self.check(sorted(pairs) == sorted((s, to) for s, (to, _) in sent.items()), -1, "gradient pairs")
-        for s, (to, key) in sent.items():
-            made_by = (key[0] + 1) // self.stages
+        self.check(sorted(pairs) == sorted((s, to) for s, (to, *_) in sent.items()), -1, "gradient pairs")
+        for s, (to, key, made_by) in sent.items():
             self.check(self.cells[s]["message_chunk"] == made_by, s, f"message of chunk {made_by}")
-            self.kept.add((to, "gradient_arrival_slot"))
-            self.gradient_inbox[to][self.cells[to]["gradient_arrival_slot"]] = key
+            self.gradient_inbox[to][self._arrival(s, to, GRADIENT_ARRIVALS)] = key
             self.unread.add(("g", *key))
 
     def _forward(self) -> None:
@@ -87,7 +94,7 @@ class _Proof:
                 self.kept.add((s, "forward_slot"))
                 self.residual[s][cell["forward_slot"]] = (virtual, mb)
             if virtual < self.last:
-                self.leaving[s] = ((s + 1) % self.stages, (virtual + 1, mb), cell["forward_chunk"])
+                self.leaving[s] = (self.stage_map.stage_of[virtual + 1], (virtual + 1, mb), cell["forward_chunk"])
             elif self.schedule.trains:
                 self.kept.add((s, "head_slot"))
                 self.gradient_inbox[s][cell["head_slot"]] = (virtual, mb)
@@ -111,15 +118,14 @@ class _Proof:
             if self.schedule.splits:
                 self.residual[s][cell["backward_slot"]] = ("B", virtual, mb)
             if virtual:
-                self.sending[s] = ((s - 1) % self.stages, (virtual - 1, mb))
+                self.sending[s] = (self.stage_map.stage_of[virtual - 1], (virtual - 1, mb), cell["backward_chunk"])
 
     def _scrap(self) -> None:
         """Check that what is written into a ring fits, and that other values go into the scrap slot."""
         depths = {
             "forward_slot": self.buffers.residual_depth,
-            "arrival_slot": self.buffers.activation_depth,
-            "gradient_arrival_slot": self.buffers.gradient_depth,
-            "head_slot": self.buffers.gradient_depth,
+            **dict.fromkeys(ARRIVALS, self.buffers.activation_depth),
+            **dict.fromkeys(("head_slot", *GRADIENT_ARRIVALS), self.buffers.gradient_depth),
         }
         for s, cell in enumerate(self.cells):
             for name, depth in depths.items():

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paxtrain.schedule.stage_map import StageMap, in_turn
 from paxtrain.schedule.table import IDLE
 
 _PHASES = "FBW"
@@ -25,7 +26,13 @@ class Ops(NamedTuple):
     weights_chunk: np.ndarray
 
 
-def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: int = 1) -> Ops:
+def lay_out(
+    orders: list[list[Op]],
+    chunks: int,
+    together: bool = False,
+    lag: int = 1,
+    place: Callable[[int, int], StageMap] = in_turn,
+) -> Ops:
     """Lay out each stage's ops in its order, as early as messages allow.
 
     If all stages wait for one another (at a last group of interleaved micro-batches that is not full), those that can
@@ -37,11 +44,14 @@ def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: in
         together: a stage may run an F, a W and a B, in this order, in one row. No message is then awaited in a row
             whose stages do not need it. False: one op a row.
         lag: rows from the op that makes a message to the first that may use it.
+        place: (P, chunks) -> stages of all virtual stages.
 
     Raises:
         ValueError: the orders lead nowhere, because each stage waits for another one.
     """
     stages, last = len(orders), len(orders) * chunks - 1
+    stage_map = place(stages, chunks)
+    virtual_of = stage_map.virtual_of.tolist()
     queues, rows, waited = [collections.deque(order) for order in orders], 0, 0
     count = 1 + max((mb for order in orders for _, mb, _ in order), default=-1)
     # The row of each op, by phase, virtual stage and micro-batch.
@@ -50,7 +60,7 @@ def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: in
 
     def ready(stage: int, op: Op) -> bool:
         phase, mb, chunk = op
-        virtual = chunk * stages + stage
+        virtual = virtual_of[chunk][stage]
         if phase == "F":
             return virtual == 0 or forward[virtual - 1][mb] <= rows - lag
         if phase == "W":
@@ -61,7 +71,7 @@ def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: in
 
     def run(stage: int, op: Op) -> None:
         phase, mb, chunk = op
-        done[phase][chunk * stages + stage][mb] = rows
+        done[phase][virtual_of[chunk][stage]][mb] = rows
 
     while any(queues):
         moved = False
@@ -84,23 +94,23 @@ def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: in
                 raise ValueError(f"the orders of the {stages} stages lead nowhere {after}")
         waited = 0 if moved else waited + 1
         rows += 1
-    return _ops(done, rows, stages)
+    return _ops(done, rows, stage_map)
 
 
-def _ops(done: dict[str, list[list[int]]], rows: int, stages: int) -> Ops:
+def _ops(done: dict[str, list[list[int]]], rows: int, stage_map: StageMap) -> Ops:
     """Return the arrays of ops.
 
     Args:
         done: row of each op, by phase, virtual stage and micro-batch.
         rows: number of rows.
-        stages: P.
+        stage_map: stages of all virtual stages.
     """
-    arrays = [np.full((rows, stages), fill, np.int32) for fill in (IDLE, 0) * len(_PHASES)]
+    arrays = [np.full((rows, stage_map.stages), fill, np.int32) for fill in (IDLE, 0) * len(_PHASES)]
     for i, phase in enumerate(_PHASES):
-        row = np.array(done[phase])
-        virtual, mb = np.nonzero(row < _NEVER)
-        where = row[virtual, mb], virtual % stages
-        arrays[2 * i][where], arrays[2 * i + 1][where] = mb, virtual // stages
+        row = np.array(done[phase])[stage_map.virtual_of]  # [chunks, stages, micro-batches]
+        chunk, stage, mb = np.nonzero(row < _NEVER)
+        where = row[chunk, stage, mb], stage
+        arrays[2 * i][where], arrays[2 * i + 1][where] = mb, chunk
     return Ops(*arrays)
 
 

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from paxtrain.errors import whole
 from paxtrain.schedule import buffers, proof, table_file
 from paxtrain.schedule.row_layout import Op, Ops, closed_form, lay_out, warm_up_then_alternate
+from paxtrain.schedule.stage_map import StageMap, folded, in_turn
 from paxtrain.schedule.table import ALONG, BETWEEN, IDLE, UNDER, Schedule
 
 Numbers: TypeAlias = float | np.ndarray  # a number, or an array of them
@@ -51,6 +52,8 @@ class ScheduleSpec:
         repeats: P -> micro-batches after which rows of an alternating schedule repeat, if transfers overlap.
         size: (P, v, m) of a schedule that a file has for these numbers only; otherwise None.
         in_flight_first: micro-batches in flight on the first stage, if that is a choice; otherwise 0.
+        place: (P, v) -> stages of all virtual stages.
+        most_chunks: chunks per stage at most, if the schedule interleaves; 0: any number.
     """
 
     ops: Callable[[int, int, int, bool], Ops]
@@ -65,6 +68,8 @@ class ScheduleSpec:
     repeats: Callable[[int], int] = lambda p: p
     size: tuple[int, int, int] | None = None
     in_flight_first: int = 0
+    place: Callable[[int, int], StageMap] = in_turn
+    most_chunks: int = 0
 
     def __post_init__(self) -> None:
         assert self.order in ORDERS, f"order is one of {', '.join(ORDERS)}, got {self.order!r}"
@@ -74,6 +79,16 @@ class ScheduleSpec:
     def least_chunks(self) -> int:
         """Smallest number of chunks per stage."""
         return 2 if self.interleaves else 1
+
+    def chunk_counts(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the numbers of chunks per stage to try; `asked` are those of schedules that take any number."""
+        if self.size:
+            return (self.size[1],)
+        return asked if self.interleaves and not self.most_chunks else (self.most_chunks or 1,)
+
+    def folds(self, chunks: Numbers) -> Numbers:
+        """Return whether the first of several stages also holds the last virtual stage."""
+        return (self.place is folded) & (np.asarray(chunks) % 2 == 0)
 
     def travel(self, overlap: bool) -> str:
         """Return when messages travel, see `paxtrain.schedule.table`.
@@ -365,17 +380,21 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1, overlap: 
     spec = spec_of(name)
     chunks = chunks if spec.interleaves else 1
     ops, masked = spec.ops(stages, chunks, micro_batches, overlap), bool(spec.masks(overlap))
-    return Schedule(name, stages, chunks, micro_batches, *ops, masked=masked, travel=spec.travel(overlap))
+    travel = spec.travel(overlap)
+    return Schedule(name, stages, chunks, micro_batches, *ops, masked=masked, travel=travel, place=spec.place)
 
 
 @functools.lru_cache(maxsize=64)
-def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def forward_only(
+    stages: int, micro_batches: int, chunks: int = 1, place: Callable[[int, int], StageMap] = in_turn
+) -> Schedule:
     """Return the table of evaluation, which has forwards alone.
 
     Args:
         stages: P, the size of the pipe axis.
         micro_batches: m per data rank.
         chunks: virtual stages per stage, v.
+        place: (P, v) -> stages of all virtual stages.
     """
     if chunks == 1:
         count = micro_batches + stages - 1
@@ -383,5 +402,5 @@ def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     else:
         groups = [range(start, min(start + stages, micro_batches)) for start in range(0, micro_batches, stages)]
         forwards = [("F", mb, c) for group in groups for c in range(chunks) for mb in group]
-        ops = lay_out([forwards] * stages, chunks)
-    return Schedule("forward_only", stages, chunks, micro_batches, *ops, masked=chunks == 1)
+        ops = lay_out([forwards] * stages, chunks, place=place)
+    return Schedule("forward_only", stages, chunks, micro_batches, *ops, masked=chunks == 1, place=place)

@@ -19,20 +19,23 @@ on, in ALONG from row t+2 on. BETWEEN is for devices that wait at a transfer's p
 lie over it: it is sent when sender and receiver have both done their ops. The last virtual stage makes its own
 gradient, the loss's, in the forward phase of the row of its F.
 
-With P stages and v chunks a stage, stage s holds the virtual stages s, P+s, ..., (v-1)P+s: its chunk c is virtual stage
-cP+s. Everything here is numpy; nothing knows of devices, bytes or seconds.
+With P stages and v chunks a stage, `Schedule.place` says which virtual stage a chunk is: in turn, chunk c of stage s is
+virtual stage cP+s. Folded, a stage may get two messages of a kind in a row, one from each neighbor. At a fold a message
+stays on its stage, and waits in a slot like others. Everything here is numpy; nothing knows of devices, bytes or
+seconds.
 
 `paxtrain.schedule.schedules` says which schedules there are, and builds their tables.
 """
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 
 from compress.policy import epilogue_sends
+from paxtrain.schedule.stage_map import StageMap, in_turn
 
 IDLE = -1
 UNDER, ALONG, BETWEEN = "under", "along", "between"
@@ -57,6 +60,7 @@ class Schedule:
         masked: idle stages compute on scrap, see paxtrain.schedule.schedules.ScheduleSpec.
         travel: UNDER, ALONG or BETWEEN, see above.
         first: micro-batches that have no op, the first ones: those that a data rank lacks, see `last_of`.
+        place: (P, v) -> stages of all virtual stages.
     """
 
     name: str
@@ -72,6 +76,12 @@ class Schedule:
     masked: bool
     travel: str = UNDER
     first: int = 0
+    place: Callable[[int, int], StageMap] = in_turn
+
+    @property
+    def stage_map(self) -> StageMap:
+        """Stages of all virtual stages."""
+        return self.place(self.stages, self.chunks)
 
     @property
     def activations_wait(self) -> int:
@@ -97,7 +107,7 @@ class Schedule:
         return bool((self.weights != IDLE).any())
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        return chunk * self.stages + stage
+        return int(self.stage_map.virtual_of[chunk, stage])
 
     def ops(self, phase: str) -> Iterable[tuple[int, int, int, int]]:
         """Yield (row, stage, micro-batch, chunk) of the ops of "forward", "backward" or "weights", in row order."""
@@ -133,8 +143,8 @@ class Schedule:
         """(Sender, receiver) stages, per row, of the activations that travel in it."""
         pairs: list[list[Pair]] = [[] for _ in range(self.rows)]
         for row, stage, _, chunk in self.ops("forward"):
-            if self.virtual_stage(stage, chunk) < self.virtual_stages - 1:
-                pairs[row + self.activations_wait].append((stage, (stage + 1) % self.stages))
+            if (virtual := self.virtual_stage(stage, chunk)) < self.virtual_stages - 1:
+                pairs[row + self.activations_wait].append((stage, self.stage_map.stage_of[virtual + 1]))
         return [tuple(p) for p in pairs]
 
     @functools.cached_property
@@ -142,8 +152,8 @@ class Schedule:
         """(Sender, receiver) stages, per row, of the gradients that travel in it: the row after their B."""
         pairs: list[list[Pair]] = [[] for _ in range(self.rows)]
         for row, stage, _, chunk in self.ops("backward"):
-            if self.virtual_stage(stage, chunk) > 0:
-                pairs[row + 1].append((stage, (stage - 1) % self.stages))
+            if (virtual := self.virtual_stage(stage, chunk)) > 0:
+                pairs[row + 1].append((stage, self.stage_map.stage_of[virtual - 1]))
         return [tuple(p) for p in pairs]
 
     def last_of(self, count: int) -> "Schedule":
@@ -195,4 +205,5 @@ class Schedule:
 
     def messages(self) -> int:
         """Return how many messages cross a link per step: activations and gradients of all pairs of stages."""
-        return sum(map(len, self.activation_pairs)) + sum(map(len, self.gradient_pairs))
+        every = (*self.activation_pairs, *self.gradient_pairs)
+        return sum(sender != receiver for pairs in every for sender, receiver in pairs)

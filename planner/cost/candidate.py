@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import OuterConfig, scans
+from paxtrain.schedule.schedules import spec_of
+from paxtrain.schedule.stage_map import StageMap
 from planner.cost.coded import LOW_RANK, Coded
 
 Array = np.ndarray
@@ -91,6 +93,11 @@ class Candidate:
         """Micro-batches of each data rank."""
         return self.data_micro_batches or (self.micro_batches,) * self.data
 
+    @functools.cached_property
+    def stage_map(self) -> StageMap:
+        """Stages of all virtual stages."""
+        return spec_of(self.schedule).place(self.pipe, self.chunks)
+
     @property
     def groups(self) -> int:
         """Number of tensor groups, each of which lies on one host."""
@@ -119,7 +126,7 @@ class Candidate:
     @property
     def compresses_embedding(self) -> bool:
         """Return whether the embedding's gradients are compressed."""
-        travel = self.together > 1 or (self.coded.tied and self.pipe > 1)
+        travel = self.together > 1 or (self.coded.tied and len(self.stage_map.ends) > 1)
         return self.coded.embedding is not None and travel
 
     @property

@@ -44,7 +44,7 @@ def part(shape: tuple[int, int], members: int, zero1: bool) -> tuple[int, int]:
 def layers(model: ModelConfig, candidate: Candidate) -> tuple[int, ...]:
     """Return the layers that a stage sends of each fragment; () if all data ranks train together."""
     c = candidate
-    return fragment_layers(model, c.outer.fragments, c.counts, c.pipe) if c.apart > 1 else ()
+    return fragment_layers(model, c.outer.fragments, c.counts, c.stage_map.stage_of) if c.apart > 1 else ()
 
 
 def sent(sizes: Sizes) -> list[tuple[float, int]]:
@@ -57,7 +57,7 @@ def sent(sizes: Sizes) -> list[tuple[float, int]]:
     for fragment, count in enumerate(layers(model, c)):
         held = count * costs.layer_parameters(model, c.tensor)
         if fragment == 0:
-            tables = model.tables if c.pipe == 1 else 1
+            tables = model.tables if len(c.stage_map.ends) == 1 else 1
             held += parameters.count(model, "embedding", tensor=c.tensor, tables=tables)
             held += parameters.count(model, "final_norm")
         through, taken = 0.0, 0

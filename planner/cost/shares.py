@@ -53,9 +53,10 @@ def by_speed(problem: Problem, hosts: Array) -> list[tuple[Problem, Array]]:
         For each set of numbers the problem, and on which of the placements it is worth a try: int [n].
     """
     c = problem.candidate
-    work = problem.work.reshape(-1, c.chunks, c.pipe).sum(axis=1)  # [kinds, P]
+    work = c.stage_map.by_stage(problem.work).sum(axis=1)  # [kinds, P]
     work = work[problem.kind_of_host[hosts], np.arange(c.pipe)]  # [K, D, P]
-    work[..., -1] += problem.head[problem.kind_of_host[hosts[..., -1]]]
+    last = c.stage_map.last
+    work[..., last] += problem.head[problem.kind_of_host[hosts[..., last]]]
     unit = work.max(axis=2)
     # The first micro-batch goes through all stages.
     counts = shares(c.micro_batches * c.data, unit, work.sum(axis=2) - unit)

@@ -96,12 +96,13 @@ class Sizes:
     @functools.cached_property
     def embedding_parameters(self) -> int:
         """Parameters of the embedding on one device of the first stage."""
-        return costs.embedding_parameters(self.model, self.candidate.tensor, self.candidate.pipe)
+        c = self.candidate
+        return costs.embedding_parameters(self.model, c.tensor, len(c.stage_map.ends))
 
     @property
     def swaps(self) -> bool:
         """The first and the last stage exchange the gradients of the tied embedding."""
-        return self.candidate.pipe > 1 and self.model.tied_head
+        return len(self.candidate.stage_map.ends) > 1 and self.model.tied_head
 
     @property
     def table_shape(self) -> tuple[int, int]:

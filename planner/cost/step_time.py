@@ -137,7 +137,7 @@ class Problem(Sizes):
         """Stages whose data ranks gather and reduce an embedding, bool [P]; over gloo all do (weights.on_edges)."""
         stages = np.arange(self.candidate.pipe)
         everywhere = not self.overlap and len(self.cluster.hosts) > 1
-        return (stages == 0) | (stages == stages[-1]) | everywhere
+        return (stages == 0) | (stages == self.candidate.stage_map.last) | everywhere
 
     def links(self, paths: Paths) -> LinkSeconds:
         """Return the seconds of the candidate's messages on the paths of some placements."""
@@ -198,8 +198,8 @@ class Problem(Sizes):
         def flat(x: Array) -> Array:
             return x.reshape(-1, c.pipe)
 
-        stage = np.tile(np.arange(c.pipe), c.chunks) + np.repeat(np.arange(c.chunks), c.pipe) * c.pipe
-        on = flat(kinds) if c.chunks == 1 else np.tile(flat(kinds), (1, c.chunks))  # [pipelines, V]
+        stage = np.arange(c.pipe * c.chunks)
+        on = flat(kinds) if c.chunks == 1 else flat(kinds)[:, c.stage_map.stage_of]  # [pipelines, V]
         gather = self._gather(links)
         compute = {}
         if c.backward != "none":
@@ -219,7 +219,7 @@ class Problem(Sizes):
             weights=taken(self.weights),
             activation=flat(links.activation),
             gradient=flat(links.gradient),
-            head=self.head[flat(kinds)[:, -1]],
+            head=self.head[flat(kinds)[:, c.stage_map.last]],
             start=np.repeat(gather, kinds.size // gather.size, axis=0),
             **compute,
         )

@@ -100,10 +100,9 @@ def _memory(plan: Plan, layers: tuple[int, ...]) -> list[str]:
 def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
     found = []
     spec = spec_of(plan.pipeline.schedule_key)
-    if plan.mesh.pipe > 1 and not spec.interleaves and plan.pipeline.schedule_key != "1f1b":
-        found.append(
-            f"Megatron-LM runs 1F1B instead of {plan.pipeline.schedule_key}, so its transfers are exposed differently"
-        )
+    own, runs = plan.pipeline.schedule_key, "interleaved 1F1B" if spec.interleaves else "1F1B"
+    if plan.mesh.pipe > 1 and own != "1f1b" and (spec.folds(plan.pipeline.virtual_stages) or not spec.interleaves):
+        found.append(f"Megatron-LM runs {runs} instead of {own}, so its transfers are exposed differently")
     if plan.pipeline.save in _SAVES:
         found.append(f"save={plan.pipeline.save} {_SAVES[plan.pipeline.save]}")
     if model.embedding_dropout != model.residual_dropout:

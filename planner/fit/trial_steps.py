@@ -18,6 +18,7 @@ import numpy as np
 
 from paxtrain.devices import gpus
 from paxtrain.devices.datasheets import UNKNOWN, UNKNOWN_HOST, datasheet
+from paxtrain.schedule.schedules import spec_of
 from planner.cluster.cluster import Cluster, merged
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cost import closed_forms, compute
@@ -40,10 +41,10 @@ def _closed_form(table: Table, seconds: simulator.Seconds, form: str) -> Array:
     """Return what `simulator.pipeline` does by a closed form of 1f1b, which stands for any schedule."""
 
     def of_stages(x: Array | float) -> Array:
-        return np.broadcast_to(x, seconds.forward.shape).reshape(-1, table.chunks, table.stages).sum(axis=1)
+        return table.stage_map.by_stage(np.broadcast_to(x, seconds.forward.shape)).sum(axis=1)
 
     forward, backward = of_stages(seconds.forward), of_stages(seconds.backward) + of_stages(seconds.weights)
-    forward[:, -1] += seconds.head
+    forward[:, table.stage_map.last] += seconds.head
     hops = np.asarray(seconds.activation)[:, :-1] + np.asarray(seconds.gradient)[:, 1:]
     m = table.micro_batches - table.first
     if form == "pipette":
@@ -75,6 +76,7 @@ def candidate(trial: Trial, own: bool) -> Candidate:
         own: whether this trainer ran it.
     """
     v, dtype = trial.virtual_stages, trial.model.dtype
+    counts = np.array([[(n + chunk) // v for n in trial.stage_layers] for chunk in reversed(range(v))])
     return Candidate(
         data=trial.dp,
         pipe=trial.pp,
@@ -82,7 +84,7 @@ def candidate(trial: Trial, own: bool) -> Candidate:
         micro_batch=trial.micro_batch,
         micro_batches=trial.micro_batches,
         schedule=trial.schedule,
-        counts=tuple((n + chunk) // v for chunk in reversed(range(v)) for n in trial.stage_layers),
+        counts=tuple(spec_of(trial.schedule).place(trial.pp, v).by_model(counts).tolist()),
         chunks=v,
         save="layer_inputs" if trial.recompute else "residuals",
         zero1=own,

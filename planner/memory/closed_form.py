@@ -133,6 +133,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     """Return one configuration as a Shape of scalars, on GPUs of a compute capability; (0, 0) stands for CPUs."""
     groups, outer, config = config.groups, config.outer, config.of_group()
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
+    stage_of = config.stage_map.stage_of
     ranks = compress.backward.link_ranks(config.links) if compress.backward.chosen != "none" else ()
     return Shape(
         model=config.model.with_attention(capability),
@@ -158,7 +159,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         coded=coded(compress, config.model.tied_head),
         copies=1 + (outer.momentum > 0) if outer.every else 0,
         groups=groups,
-        fragment_layers=fragment_layers(config.model, outer.fragments, counts, mesh.pipe) if outer.every else (),
+        fragment_layers=fragment_layers(config.model, outer.fragments, counts, stage_of) if outer.every else (),
         overlaps=outer.overlap > 0,
         min_ratio=compress.min_ratio,
     )
@@ -245,6 +246,12 @@ def left(shape: Shape) -> dict[str, PerCandidate]:
     return {"dots": one * (dots + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
 
 
+def _meets(shape: Shape) -> PerCandidate:
+    """Return whether one stage holds the first and the last virtual stage, and with them all tables."""
+    folds = each(shape.schedule, lambda spec, v: spec.folds(v), shape.virtual_stages)
+    return (np.asarray(shape.pipe) == 1) | folds
+
+
 def _matrices(shape: Shape) -> list[tuple[PerCandidate, ...]]:
     """Return the dims of a layer's kernels on a device."""
     return [p.shape(shape.model, np.asarray(shape.tensor)) for p in table(shape.model) if p.role == "kernel"]
@@ -254,7 +261,7 @@ def _count(shape: Shape, p: Parameter) -> PerCandidate:
     """Return the number of arrays of a row of the architecture's table that a device holds."""
     if p.lead == "layers":
         return shape.slots * shape.virtual_stages
-    return np.where(np.asarray(shape.pipe) == 1, shape.model.tables, 1) if p.own[0] == "vocab" else 1
+    return np.where(_meets(shape), shape.model.tables, 1) if p.own[0] == "vocab" else 1
 
 
 def parameters(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]:
@@ -305,8 +312,8 @@ def _table_states(shape: Shape) -> PerCandidate:
     """Return the bytes of a device's states of the embedding's codec; all stages hold them, as they hold the table."""
     model, coded = shape.model, shape.coded
 
-    def one(rows: int, data: int, pipe: int, zero1: int) -> float:
-        swaps = model.tied_head and pipe > 1
+    def one(rows: int, data: int, meets: bool, zero1: int) -> float:
+        swaps = model.tied_head and not meets
         if data == 1 and not swaps:
             return 0.0
         positions = ("embedding", "position") in by_names(model) and data > 1
@@ -315,9 +322,9 @@ def _table_states(shape: Shape) -> PerCandidate:
         takes = positions and coded.table_takes(*whole, shape.min_ratio)
         return found + (coded.table_state(*whole, False) if takes else 0)
 
-    tables = np.where(np.asarray(shape.pipe) == 1, model.tables, 1)
-    rows = tables * (model.padded_vocab // np.asarray(shape.tensor))
-    return np.vectorize(one, otypes=[float])(*_columns(rows, shape.data, shape.pipe, shape.zero1))
+    meets = _meets(shape)
+    rows = np.where(meets, model.tables, 1) * (model.padded_vocab // np.asarray(shape.tensor))
+    return np.vectorize(one, otypes=[float])(*_columns(rows, shape.data, meets, shape.zero1))
 
 
 def _outer_states(shape: Shape) -> PerCandidate:
@@ -463,12 +470,12 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
     shape = of(config, capability)
     stages, v, m = config.mesh.pipe, config.pipeline.virtual_stages, config.micro_batches
     allocated, s = analytic(shape), np.arange(config.mesh.pipe)
-    layers = np.add.reduce(np.reshape(config.stage_layers, (v, stages)))
+    layers = np.add.reduce(config.stage_map.by_stage(config.stage_layers))
     of_layers = layers / (shape.slots * v)
-    tables = shape.model.tables if stages == 1 else 1
+    tables = shape.model.tables if len(config.stage_map.ends) == 1 else 1
     embedding = count(shape.model, "embedding", tensor=config.mesh.tensor, tables=tables)
     held = float(embedding / parameters(shape)[0])  # the embedding's share of the slots' parameters
-    used = of_layers * (1 - held) + np.isin(s, (0, stages - 1)) * held
+    used = of_layers * (1 - held) + np.isin(s, config.stage_map.ends) * held
     in_use = config.pipeline.spec.residual_slots(s, stages, v, m) / np.maximum(ring_slots(shape), 1)
     return Memory(
         weights=allocated.weights * used,
@@ -476,6 +483,6 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
         gradients=allocated.gradients * used,
         activations=allocated.activations * in_use * of_layers,
         messages=np.full(stages, allocated.messages, float),
-        workspace=np.where(s == stages - 1, allocated.workspace, _backward(shape)),
+        workspace=np.where(s == config.stage_map.last, allocated.workspace, _backward(shape)),
         compression=np.full(stages, allocated.compression, float),
     )

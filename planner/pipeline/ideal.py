@@ -24,7 +24,7 @@ class _StageClocks:
 
     def __init__(self, table: Table, seconds: Arranged) -> None:
         self.seconds, self.last = seconds, table.stages * table.chunks - 1
-        self.stages = table.stages
+        self.stage_of = table.stage_map.stage_of
         self.now = list(self.seconds.start.copy())
         self.activations: list[Inbox] = [collections.deque() for _ in range(self.last + 1)]
         self.gradients: list[Inbox] = [collections.deque() for _ in range(self.last + 1)]
@@ -38,18 +38,23 @@ class _StageClocks:
                 begin = np.maximum(begin, self.activations[virtual].popleft())
             self.now[stage] = begin + s.forward[virtual] + (s.head if virtual == self.last else 0.0)
             if virtual < self.last:
-                made.append((self.activations[virtual + 1], self.now[stage] + s.activation[stage]))
+                made.append((self.activations[virtual + 1], self._arrival(virtual, virtual + 1, s.activation)))
             else:
                 self.gradients[virtual].append(self.now[stage])
         for stage, virtual in zip(*map(numbers, row.backward)) if row.backward else ():
             begin = np.maximum(self.now[stage], self.gradients[virtual].popleft())
             self.now[stage] = begin + s.backward[virtual]
             if virtual:
-                made.append((self.gradients[virtual - 1], self.now[stage] + s.gradient[stage]))
+                made.append((self.gradients[virtual - 1], self._arrival(virtual, virtual - 1, s.gradient)))
         for stage, virtual in zip(*map(numbers, row.weights)) if row.weights else ():
             self.now[stage] = self.now[stage] + s.weights[virtual]
         for inbox, arrival in made:
             inbox.append(arrival)
+
+    def _arrival(self, virtual: int, to: int, seconds: Array) -> Array:
+        """Return when a message that leaves now reaches another virtual stage; at a fold that is on the same stage."""
+        stage = self.stage_of[virtual]
+        return self.now[stage] + (seconds[stage] if self.stage_of[to] != stage else 0.0)
 
     def waiting(self) -> list[Array]:
         """Return when each message arrives: what the next rows depend on besides the stages' times."""

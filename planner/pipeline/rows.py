@@ -6,6 +6,7 @@ import functools
 import numpy as np
 
 from paxtrain.schedule.schedules import build, spec_of
+from paxtrain.schedule.stage_map import StageMap
 from paxtrain.schedule.table import IDLE, Schedule
 
 Array = np.ndarray
@@ -35,6 +36,11 @@ class Table:
     first: int = 0
     skips: bool = False
 
+    @functools.cached_property
+    def stage_map(self) -> StageMap:
+        """Stages of all virtual stages."""
+        return spec_of(self.schedule).place(self.stages, self.chunks)
+
     def plan(self, overlap: bool) -> Schedule:
         """Return the schedule's table; see `paxtrain.schedule.schedules.build` for the argument."""
         made = build(self.schedule, self.stages, self.micro_batches, self.chunks, overlap)
@@ -43,6 +49,7 @@ class Table:
 
 
 Where = slice | Array  # indices of stages or of virtual stages
+Ends = tuple[Where, Where]  # senders and receivers of messages
 
 
 def _where(every: list[int]) -> Where:
@@ -67,20 +74,24 @@ class Row:
         backward: (stages, virtual stages) that run B.
         weights: (stages, virtual stages) that run W.
         head: the last virtual stage runs F.
-        plain: (senders, receivers) of gradients that travel as they are.
+        plain: (senders, receivers) of gradients that travel as they are, to the stage before.
         packed: (senders, receivers) of compressed gradients.
-        activations: (senders, receivers) of activations.
+        activations: (senders, receivers) of activations, to the next stage.
         travel: when messages travel, see `paxtrain.schedule.table`.
+        plain_on: of gradients to the next stage, which folded schedules have.
+        activations_back: of activations to the stage before, likewise.
     """
 
     forward: tuple[Where, Where] | None
     backward: tuple[Where, Where] | None
     weights: tuple[Where, Where] | None
     head: bool
-    plain: tuple[Where, Where] | None
-    packed: tuple[Where, Where] | None
-    activations: tuple[Where, Where] | None
+    plain: Ends | None
+    packed: Ends | None
+    activations: Ends | None
     travel: str
+    plain_on: Ends | None = None
+    activations_back: Ends | None = None
 
 
 RepeatedRows = tuple[tuple[Row, ...], int]  # rows, and how often they repeat
@@ -94,10 +105,10 @@ def _rows(schedule: Schedule, compressed: str, links: tuple[int, ...]) -> list[R
         compressed: gradient messages that travel compressed, "none", "epilogue" or "all".
         links: links on which they do; empty: all.
     """
-    stages, last = np.arange(schedule.stages), schedule.virtual_stages - 1
+    stages, last, stage_map = np.arange(schedule.stages), schedule.virtual_stages - 1, schedule.stage_map
     f, b, w = (x != IDLE for x in (schedule.forward, schedule.backward, schedule.weights))
     chunks = schedule.forward_chunk, schedule.backward_chunk, schedule.weights_chunk
-    f_virtual, b_virtual, w_virtual = (x * schedule.stages + stages for x in chunks)
+    f_virtual, b_virtual, w_virtual = (stage_map.virtual_of[x, stages] for x in chunks)
     # Before a row travels what the B of the row before has made.
     sends, packed = np.zeros_like(b), np.zeros_like(b)
     sends[1:] = (b & (b_virtual > 0))[:-1]
@@ -112,14 +123,19 @@ def _rows(schedule: Schedule, compressed: str, links: tuple[int, ...]) -> list[R
         packed[1:] = sends[1:] & among[b_virtual[:-1], schedule.backward[:-1]]
     # Once some stage is done, idle stages skip (RowKind.tail).
     masked = schedule.masked & (np.arange(schedule.rows) <= min(schedule.last_rows))[:, None]
+    sends_on, leaves_back = np.zeros_like(b), np.zeros_like(f)
+    if stage_map.folded:  # odd chunks run the other way, and at a fold nothing travels
+        leaves_back, leaves = _ways(leaves, f_virtual, stage_map, schedule.activations_wait, 1)
+        sends, sends_on = _ways(sends, b_virtual, stage_map, 1, -1)
     parts = [f, f * f_virtual, b, b * b_virtual, w, w * w_virtual, sends, packed, leaves, masked]
+    parts += [sends_on, leaves_back] if stage_map.folded else []
     signatures = np.concatenate(parts, axis=1).astype(np.int32)
 
     keys = [signature.tobytes() for signature in signatures]
     first: dict[bytes, int] = {}
     for t, key in enumerate(keys):
         first.setdefault(key, t)
-    alike = schedule.stages, schedule.chunks, schedule.travel
+    alike = stage_map, schedule.travel
     kinds: dict[bytes, Row] = {}
     for key, t in first.items():
         # Tables with other numbers of micro-batches have the same rows.
@@ -129,17 +145,35 @@ def _rows(schedule: Schedule, compressed: str, links: tuple[int, ...]) -> list[R
                 forward=_phase(f[t].tolist(), f_virtual[t].tolist(), scrap),
                 backward=_phase(b[t].tolist(), b_virtual[t].tolist(), scrap),
                 weights=_phase(w[t].tolist(), w_virtual[t].tolist(), scrap),
-                head=bool(f[t, -1] and f_virtual[t, -1] == last),
+                head=bool(f[t, stage_map.last] and f_virtual[t, stage_map.last] == last),
                 plain=_ends((sends[t] & ~packed[t]).tolist(), -1),
                 packed=_ends(packed[t].tolist(), -1),
                 activations=_ends(leaves[t].tolist(), 1),
                 travel=schedule.travel,
+                plain_on=_ends(sends_on[t].tolist(), 1),
+                activations_back=_ends(leaves_back[t].tolist(), -1),
             )
         kinds[key] = _KNOWN[alike, key]
     return [kinds[key] for key in keys]
 
 
-_KNOWN: dict[tuple, Row] = {}  # rows by stages, chunks, travel and signature
+_KNOWN: dict[tuple, Row] = {}  # rows by stage map, travel and signature
+
+
+def _ways(sends: Array, virtual: Array, stage_map: StageMap, wait: int, step: int) -> tuple[Array, Array]:
+    """Return which stages [rows, P] send to the stage before, and which to the next one.
+
+    Args:
+        sends: [rows, P], stages whose message leaves.
+        virtual: [rows, P], virtual stage that a stage runs.
+        stage_map: stages of all virtual stages.
+        wait: rows from the op that makes a message to the one in which it leaves.
+        step: 1 for activations, -1 for gradients.
+    """
+    stage_of = np.array(stage_map.stage_of)
+    by = np.concatenate([virtual[:1]] * wait + [virtual[: len(virtual) - wait]])
+    moves = stage_of[(by + step) % len(stage_of)] - stage_of[by]
+    return sends & (moves < 0), sends & (moves > 0)
 
 
 def _phase(busy: list[bool], virtual: list[int], masked: bool) -> tuple[Where, Where] | None:
@@ -227,6 +261,8 @@ def runs(table: Table, overlap: bool = True) -> list[RepeatedRows]:
 def messages(table: Table, overlap: bool = True) -> tuple[Array, Array, Array]:
     """Return how many activations, gradients as they are and compressed gradients each stage sends, int [P] of each.
 
+    Of folded schedules the first two are messages to the next stage and to the one before.
+
     Args:
         table: schedule.
         overlap: see `paxtrain.schedule.schedules.build`.
@@ -234,7 +270,8 @@ def messages(table: Table, overlap: bool = True) -> tuple[Array, Array, Array]:
     found = np.zeros((3, table.stages), int)
     for rows, times in runs(table, overlap):
         for row in rows:
-            for kind, ends in enumerate((row.activations, row.plain, row.packed)):
+            every = (row.activations, row.plain, row.packed, row.plain_on, row.activations_back)
+            for kind, ends in enumerate(every):
                 if ends is not None:
-                    found[kind, ends[0]] += times
+                    found[kind % 3, ends[0]] += times
     return found[0], found[1], found[2]

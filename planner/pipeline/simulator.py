@@ -46,7 +46,8 @@ class Seconds:
         forward: [batch, virtual stages] of F of one micro-batch, in the order of the model.
         backward: [batch, virtual stages] of B.
         activation: [batch, P] of the message with which stage s sends activations, to (s+1) mod P.
-        gradient: [batch, P] of the message with which stage s sends gradients, to (s-1) mod P.
+        gradient: [batch, P] of the message with which stage s sends gradients, to (s-1) mod P. Folded schedules, whose
+            messages are as large both ways, send gradients like activations where these go to the next stage, too.
         head: [batch] of the loss and its gradient, in the forward phase of the last virtual stage.
         start: [batch, P] time at which each stage comes to its first row.
         packed: [batch, P] of a gradient message that travels compressed.
@@ -126,8 +127,9 @@ OpRecorder = Callable[[str, Where, Array, Array], None]  # what, stages, their b
 class _Replay:
     """State of all stages of all candidates: `now` [P, batch]."""
 
-    def __init__(self, seconds: Arranged, overlap: bool, record: OpRecorder | None) -> None:
+    def __init__(self, seconds: Arranged, table: Table, overlap: bool, record: OpRecorder | None) -> None:
         self.seconds = seconds  # batch last
+        self.last = table.stage_map.last  # stage of the loss
         self.now = self.seconds.start.copy()
         self.overlap, self.record = overlap, record
 
@@ -188,14 +190,14 @@ class _Replay:
 
     def _head(self, row: Row) -> None:
         if row.head:
-            begin = self.now[-1].copy()
-            self.now[-1] += self.seconds.head
+            begin = self.now[self.last].copy()
+            self.now[self.last] += self.seconds.head
             if self.record:
                 self.record(
                     "H",
                     slice(len(self.seconds.forward) - 1, len(self.seconds.forward), 1),
                     begin[None],
-                    self.now[-1][None].copy(),
+                    self.now[self.last][None].copy(),
                 )
 
     def _backward(self, row: Row) -> None:
@@ -221,23 +223,30 @@ class _Replay:
             found.append((row.plain, self._message(row.plain, self.seconds.gradient, "gradient")))
         if row.packed:
             found.append((row.packed, self._message(row.packed, self.seconds.packed, "gradient")))
+        if row.plain_on:
+            found.append((row.plain_on, self._message(row.plain_on, self.seconds.activation, "activation")))
         return found
 
     def _activations(self, row: Row, free: Free | None = None) -> list[tuple[tuple[Where, Where], Times]]:
         """Return the messages with activations, likewise."""
-        if not row.activations:
-            return []
-        return [(row.activations, self._message(row.activations, self.seconds.activation, "activation", free))]
+        found = []
+        if row.activations:
+            found.append((row.activations, self._message(row.activations, self.seconds.activation, "activation", free)))
+        if row.activations_back:
+            ends = row.activations_back
+            found.append((ends, self._message(ends, self.seconds.gradient, "gradient", free)))
+        return found
 
     def _free(self, row: Row) -> Free | None:
         """Return when the gradients of a row that begins now will have left each stage's NIC, and come in by it.
 
         None if no activations follow. What a stage waits for at the other end leaves its NIC free.
         """
-        if not row.activations or not (row.plain or row.packed):
+        s = self.seconds
+        if not (row.activations or row.activations_back) or not (row.plain or row.packed or row.plain_on):
             return None
         sends, gets = self.now.copy(), self.now.copy()
-        for ends, seconds in ((row.plain, self.seconds.gradient), (row.packed, self.seconds.packed)):
+        for ends, seconds in ((row.plain, s.gradient), (row.packed, s.packed), (row.plain_on, s.activation)):
             if ends:
                 sends[ends[0]] += seconds[ends[0]]
                 gets[ends[1]] += seconds[ends[0]]
@@ -274,13 +283,16 @@ class _Replay:
             first = row.travel == BETWEEN
             self._encode(row)
             self._receive(row.plain, s.gradient, "gradient")
+            self._receive(row.plain_on, s.activation, "activation")
             if first:
                 self._receive(row.packed, s.packed, "gradient")
                 self._decode(row)
                 self._receive(row.activations, s.activation, "activation")
+                self._receive(row.activations_back, s.gradient, "gradient")
             self._forward(row)
             if not first:
                 self._receive(row.activations, s.activation, "activation")
+                self._receive(row.activations_back, s.gradient, "gradient")
             self._head(row)
             if not first:
                 self._receive(row.packed, s.packed, "gradient")
@@ -322,7 +334,7 @@ def pipeline(table: Table, seconds: Seconds, overlap: bool = True, rough: bool =
     if new:
         if len(new) < len(keys):
             arranged = _some(arranged, list(new.values()))
-        times = _Replay(arranged, overlap, None).run(runs(table, overlap=overlap), rough)
+        times = _Replay(arranged, table, overlap, None).run(runs(table, overlap=overlap), rough)
         known |= zip(new, times)
     found = np.array([known[key] for key in keys])
     if sum(map(len, _KNOWN.values())) * table.stages > _REMEMBERED:
@@ -361,7 +373,8 @@ class Event:
     """One operation of one stage, from `begin` to `end` in seconds.
 
     Attributes:
-        what: "F", "B", "W", "H" (loss), "activation" or "gradient" (sent by that stage).
+        what: "F", "B", "W", "H" (loss), "activation" or "gradient" (sent by that stage to the next one or to the one
+            before; folded schedules send both kinds both ways, and the way names them).
         stage: stage of the pipeline.
         virtual_stage: virtual stage of an F, B, W or H, else -1.
         begin: seconds.
@@ -388,7 +401,8 @@ def timeline(table: Table, seconds: Seconds, overlap: bool = True) -> list[Event
     def record(what: str, where: Where, begin: Array, end: Array) -> None:
         for place, b, e in zip(numbers(where), begin[:, 0].tolist(), end[:, 0].tolist()):
             computes = what in ("F", "B", "W", "H")
-            events.append(Event(what, place % table.stages, place if computes else -1, b, e))
+            stage = table.stage_map.stage_of[place] if computes else place
+            events.append(Event(what, stage, place if computes else -1, b, e))
 
-    _Replay(spread(table, seconds), overlap, record).run(runs(table, overlap=overlap))
+    _Replay(spread(table, seconds), table, overlap, record).run(runs(table, overlap=overlap))
     return events

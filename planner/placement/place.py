@@ -291,7 +291,7 @@ def _starts(one: _Placing, start: Array | None, rng: np.random.Generator) -> lis
         (c.data, c.pipe, one.slots),
         one.fabric.slowness,
         speed=problem.work.sum(axis=1)[problem.kind_of_host],
-        load=problem.work[0].reshape(c.chunks, c.pipe).sum(axis=0),
+        load=c.stage_map.by_stage(problem.work[0]).sum(axis=0),
         rng=rng,
         rack=one.rack,
     )

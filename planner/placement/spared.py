@@ -32,7 +32,7 @@ def spared(
         placement: its placement, which stays; only the seconds and their bound change.
     """
     c, hosts = candidate, placement.hosts[None]
-    count = c.pipe - (c.chunks == 1)
+    count = c.stage_map.links
     places = [place for place, on in zip(LINKED, (c.backward != "none", c.compresses_forward)) if on]
     if count < 2 or not places:
         return c, placement

@@ -99,8 +99,8 @@ def sections(
                 "rank_min": min(compress.data.rank_min, c.data_rank) if ranked else compress.data.rank_min,
                 **dict.fromkeys(SECONDS, ""),
             },
-            # One stage has no tied copies to synchronize.
-            embedding={**off["embedding"], "sync": "auto" if c.pipe == 1 else compress.embedding.sync},
+            # A table on one stage has no copies to synchronize.
+            embedding={**off["embedding"], "sync": "auto" if len(c.stage_map.ends) == 1 else compress.embedding.sync},
             weights=off["weights"],
         ),
     }

@@ -148,7 +148,7 @@ def links(report: Report, width: float = 1080) -> tuple[str, str]:
         ("Placement, pipeline after pipeline", placed_order(after), after, 2 * margin + side + 26),
     )
     for title, order, hosts, x in panels:
-        used = used_links(hosts, c.chunks > 1)
+        used = used_links(hosts, c.stage_map.links == c.pipe)
         values = np.where(apart, bandwidth, np.nan)[np.ix_(order, order)]
         cells = _cells(values, block)
         shade = (high - cells) / (high - low) * 254 if high > low else 0 * cells

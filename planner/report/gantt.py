@@ -124,8 +124,9 @@ def _micro_batches(table: Table, overlap: bool) -> dict[tuple[str, int], Iterato
             own = ops[:, stage]
             numbers = np.where(own == IDLE, IDLE, own - table.first)
             order[what, stage] = iter(numbers[(own != IDLE) | scrap].tolist())
-    loss = (plan.forward[:, -1] != IDLE) & (plan.forward_chunk[:, -1] == plan.chunks - 1)
-    order["H", table.stages - 1] = iter((plan.forward[loss, -1] - table.first).tolist())
+    last = table.stage_map.last
+    loss = (plan.forward[:, last] != IDLE) & (plan.forward_chunk[:, last] == plan.chunks - 1)
+    order["H", last] = iter((plan.forward[loss, last] - table.first).tolist())
     return order
 
 
@@ -242,7 +243,7 @@ class _Panel:
 def gantt(report: Report, width: float = 1080) -> tuple[str, str]:
     """Draw the chart, `width` pixels wide, and return it with its caption."""
     work, c, problem = activity(report), report.chosen.candidate, report.problem
-    period = float(problem.work.max(axis=0).reshape(c.chunks, c.pipe).sum(axis=0).max())
+    period = float(c.stage_map.by_stage(problem.work.max(axis=0)).sum(axis=0).max())
     first, since = window(work, period)
     end = work.total - work.left_out
     stages = np.unique(np.linspace(0, c.pipe - 1, min(c.pipe, _MOST_ROWS)).round().astype(int)).tolist()

@@ -254,12 +254,13 @@ def _stages(report: Report) -> str:
     problem, step, c = report.problem, report.step, report.chosen.candidate
     kinds = problem.kind_of_host[report.chosen.placement.hosts]  # [D, P]
     stage = np.arange(c.pipe)
-    virtual = stage + np.arange(c.chunks)[:, None] * c.pipe  # [v, P]
+    virtual = c.stage_map.virtual_of  # [v, P]
     each = [x[kinds[None], virtual[:, None]].sum(axis=0) for x in (problem.forward, problem.work - problem.forward)]
     counts = np.array(c.rank_micro_batches)
     slow = np.argmax(counts[:, None] * (each[0] + each[1]), axis=0)
     forward, backward = (x[slow, stage] for x in each)
-    loss = np.where(stage == c.pipe - 1, problem.head[kinds[:, -1]].max(), 0.0)
+    last = c.stage_map.last
+    loss = np.where(stage == last, problem.head[kinds[:, last]].max(), 0.0)
     busy = counts[slow] * (forward + backward + loss) / report.chosen.seconds
     rows = []
     for s in range(c.pipe):

@@ -66,7 +66,8 @@ def mesh(candidate: Candidate) -> str:
 
 def schedule(candidate: Candidate) -> str:
     """Return the schedule with its virtual stages."""
-    return candidate.schedule if candidate.chunks == 1 else f"interleaved x{candidate.chunks}"
+    interleaves = candidate.chunks > 1 and not candidate.stage_map.folded
+    return f"interleaved x{candidate.chunks}" if interleaves else candidate.schedule
 
 
 def stage_layers(counts: Sequence[int], width: int = 1000) -> str:
@@ -108,8 +109,8 @@ def _how(codec: str, rank: int) -> str:
 
 
 def _links(c: Candidate) -> int:
-    """Return the number of links between stages; with virtual stages there is one from the last to the first."""
-    return c.pipe - (c.chunks == 1)
+    """Return the number of links between stages; see `StageMap.links`."""
+    return c.stage_map.links
 
 
 def _on_links(c: Candidate, links: tuple[int, ...]) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 
 from paxtrain.config import ModelConfig, OuterConfig, scans
 from paxtrain.model.fragments import fragment_layers
+from paxtrain.schedule.schedules import name_of, spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
@@ -87,12 +88,13 @@ class Budget:
             model: model to train.
             space: candidates.
         """
-        keys, where = np.unique(np.stack([space.pipe, space.chunks]), axis=1, return_inverse=True)
+        keys, where = np.unique(np.stack([space.pipe, space.chunks, space.schedule]), axis=1, return_inverse=True)
         even, most = [], []
-        for pipe, chunks in keys.T.tolist():
+        for pipe, chunks, schedule in keys.T.tolist():
+            stage_of = spec_of(name_of(schedule)).place(pipe, chunks).stage_of
             counts = layers.even(model.layers, pipe * chunks)
             even.append(max(counts))
-            most.append(fragment_layers(model, self.outer.fragments, counts, pipe))
+            most.append(fragment_layers(model, self.outer.fragments, counts, stage_of))
         more = np.maximum(space.slots - np.array(even, int)[where.ravel()], 0) * space.chunks
         of_fragments = np.array(most, int).reshape(-1, self.outer.fragments)[where.ravel()]
         return tuple(of_fragments.T + more)

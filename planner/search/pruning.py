@@ -177,12 +177,22 @@ class _Facts:
     coded: Coded = LOW_RANK
 
 
+def _folds(space: Space) -> Array:
+    """Return whether a stage of several holds the first and the last virtual stage, bool [N]."""
+    return each(space.schedule, lambda spec, v: spec.folds(v), space.chunks) & (space.pipe > 1)
+
+
+def _meets(space: Space) -> Array:
+    """Return whether one stage holds the first and the last virtual stage, bool [N]."""
+    return (space.pipe == 1) | _folds(space)
+
+
 def _facts(cluster: Cluster, model: ModelConfig, space: Space) -> _Facts:
     def by_tensor(quantity: Callable[[int], float]) -> Array:
         sizes = sorted(set(space.tensor.tolist()))
         return np.array([quantity(t) for t in sizes])[np.searchsorted(sizes, space.tensor)]
 
-    table = by_tensor(lambda t: costs.embedding_parameters(model, t, 2)) * np.where(space.pipe == 1, model.tables, 1)
+    table = by_tensor(lambda t: costs.embedding_parameters(model, t, 2)) * np.where(_meets(space), model.tables, 1)
     fastest = _fastest(cluster, space)
     return _Facts(compute(cluster, model, space), *fastest, parameters(model, space), table)
 
@@ -226,6 +236,9 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
     )
     first = np.maximum(first, np.where(groups, ends, 0.0))
     pipeline = np.maximum(first, fullest)
+    # Folded, the first stage has the head, too, and may be done before others.
+    own = m * (space.chunks * layer + c["embedding"] + c["head"])
+    pipeline, first = np.maximum(pipeline, own * _folds(space)), np.where(_folds(space), own, first)
     masked = np.flatnonzero(_computes_on_scrap(space, overlap))
     if len(masked):
         f, b, rows = c["forward"][masked], c["backward"][masked], (m + p - 1)[masked]
@@ -318,7 +331,7 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
         gather = np.zeros_like(gather)
     over = np.where(d > 1, reduce + gather, 0.0)
     edge = np.where(d > 1, reduced(table), 0.0)
-    tied = model.tied_head & (space.pipe > 1)
+    tied = model.tied_head & ~_meets(space)
     if facts.coded.embedding is not None:
         return over, np.zeros_like(edge)  # of another codec nothing is known here
     edge += np.where(tied, facts.hop_latency + table * MASTER / d * facts.hop_byte, 0.0)

@@ -302,6 +302,8 @@ def _rows(
                 if pipe > 1 and not takes(_activations_problem(choices, model, message)):
                     continue
                 policies = _compressions(choices, model, together, pipe, tensor, message)
+                if spec_of(name).place(pipe, chunks).folded:  # messages travel as they are
+                    policies = [] if choices.coded.compresses_forward else [one for one in policies if not one[0]]
                 for save, zero, policy, uneven in itertools.product(saves, zero1, policies, by_speed):
                     dtype = REDUCE_DTYPES.index(choices.reduce_dtype)
                     how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence, dtype)
@@ -338,8 +340,7 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
         yield from [(name, 1) for name in plain[:1]]
         return
     for name in choices.schedules:
-        size = spec_of(name).size
-        for chunks in (size[1],) if size else choices.virtual_stages if spec_of(name).interleaves else (1,):
+        for chunks in spec_of(name).chunk_counts(choices.virtual_stages):
             if pipe * chunks <= model.layers:
                 yield name, chunks
         if between_ends(0).startswith(name + FAMILY[-1]):

@@ -56,7 +56,7 @@ class Splits:
 
     def best(self, problem: Problem, kinds: Array) -> Counts:
         """Return the split whose slowest stage is the quickest on stages of these kinds, int [P]."""
-        c, on = problem.candidate, np.tile(kinds, problem.candidate.chunks)
+        c, on = problem.candidate, np.take(kinds, problem.candidate.stage_map.stage_of)
         unit = np.array([x.forward + x.backward for x in problem.layer])[on]
         extra = np.zeros(len(on))
         extra[0] = problem.layer[on[0]].embedding

@@ -77,7 +77,7 @@ def _within(
     loads, least = [], dict.fromkeys(index, np.inf)
     for i, problem, (hosts, _) in zip(index, problems, used):
         c = problem.candidate
-        stages = problem.work.reshape(-1, c.chunks, c.pipe).sum(axis=1)  # [kinds, P]
+        stages = c.stage_map.by_stage(problem.work).sum(axis=1)  # [kinds, P]
         work = stages[problem.kind_of_host[hosts], np.arange(c.pipe)].max(axis=2)  # [K, D]
         loads.append((work * np.array(c.rank_micro_batches)).max(axis=1))
         least[i] = min(least[i], float(loads[-1].min()))
@@ -229,14 +229,14 @@ class Trials:
         """
         c, hosts = f.candidate, f.placement.hosts
         problem = Problem(self.cluster, self.model, c)
-        kinds, counts = slowest(problem, hosts[None])[0], np.array(c.counts).reshape(c.chunks, c.pipe)
+        kinds, counts = slowest(problem, hosts[None])[0], c.stage_map.by_stage(c.counts)
         tried: list[tuple[Counts, Array]] = []
         for a, b in itertools.islice(itertools.combinations(range(c.pipe), 2), _PAIRS):
             if kinds[a] == kinds[b] and (counts[:, a] == counts[:, b]).all():
                 continue
             order = np.arange(c.pipe)
             order[[a, b]] = b, a
-            splits = [tuple(counts[:, order].ravel().tolist())]
+            splits = [tuple(c.stage_map.by_model(counts[:, order]).tolist())]
             if kinds[a] != kinds[b]:
                 splits.append(self.splits.best(problem, kinds[order]))
             tried += [(split, hosts[:, order]) for split in splits]

@@ -107,7 +107,7 @@ def _row(config: Config, machines: Machines, found: StepComparison, plan: Plan) 
         "tp": mesh.tensor,
         "dp": mesh.data,
         "pp": mesh.pipe,
-        "stage_layers": ";".join(str(sum(config.stage_layers[s :: mesh.pipe])) for s in range(mesh.pipe)),
+        "stage_layers": ";".join(map(str, config.stage_map.by_stage(config.stage_layers).sum(axis=0))),
         "schedule": pipeline.schedule_key,
         "virtual_stages": pipeline.virtual_stages,
         "data_micro_batches": ";".join(map(str, config.rank_micro_batches)) if config.uneven else "",

@@ -24,6 +24,12 @@ def check(compression: Compression) -> None:
             f"the codec {codec_name(compression.codec)} needs messages between stages, but mesh.pipe=1; choose "
             "mesh.pipe of 2 or more, or codec=None"
         )
+    if compression.codec is not None and compression.config.stage_map.folded:
+        raise UserError(
+            f"the codec {codec_name(compression.codec)} takes gradients that go one way over each link, but "
+            f"pipeline.schedule={compression.config.pipeline.schedule} sends them both ways; choose another schedule, "
+            "or codec=None"
+        )
     ranks = compression.config.compress.backward.ranks
     if compression.codec is not None and ranks:
         raise UserError(

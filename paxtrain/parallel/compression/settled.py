@@ -303,6 +303,7 @@ class Compression:
             "mesh": [mesh.data, mesh.pipe, mesh.tensor],
             "stage_layers": list(config.stage_layers),
             "virtual_stages": config.pipeline.virtual_stages,
+            **({"folded": True} if config.stage_map.folded else {}),
             "message": list(self.message.shape),
         }
 

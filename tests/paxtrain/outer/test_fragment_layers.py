@@ -28,7 +28,7 @@ def test_stages_send_the_layers_of_the_arrays_that_they_exchange(fragments, mesh
     parts = [made.exchange.part_shapes(fragment) for fragment in range(fragments)]
     sent = [{shape[0] for path, shape in part.items() if path[0] == "layers"} or {0} for part in parts]
     c = made.config
-    of_stages = fragment_layers(c.model, c.outer.fragments, c.stage_layers, c.mesh.pipe)
+    of_stages = fragment_layers(c.model, c.outer.fragments, c.stage_layers, c.stage_map.stage_of)
     assert [{n} for n in of_stages] == sent
 
 

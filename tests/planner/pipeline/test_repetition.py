@@ -25,7 +25,7 @@ def seconds(table: Table, seed: int, spread: float, batch: int = 24) -> Seconds:
 
 def replayed(table: Table, durations: Seconds, overlap: bool) -> np.ndarray:
     """Return the seconds with every repetition replayed."""
-    state = simulator._Replay(simulator.spread(table, durations), overlap, None)
+    state = simulator._Replay(simulator.spread(table, durations), table, overlap, None)
     for rows, times in runs(table, overlap=overlap):
         for _ in range(times):
             state.replay(rows)
