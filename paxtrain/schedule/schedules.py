@@ -9,9 +9,11 @@ executor, the planner's simulator, its memory model, its search and its bounds r
 References:
     GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021
     (Megatron-LM). Eager 1F1B, with twice the warm-up so that transfers hide under compute: Zhuang et al. 2023. ZB-H1:
-    Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism. ZB-V: Qi et al. 2024, Pipeline Parallelism with Controllable
+    Memory; its order of ops is that of Zero Bubble's section 6, as PyTorch's ScheduleZBVZeroBubble has it.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -176,6 +178,31 @@ def _zb_h1(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
     return lay_out(orders, 1, overlap)
 
 
+def _counted(steps: str, m: int) -> list[Op]:
+    """Return the ops of steps such as "F0B1", a phase and a chunk each, which take micro-batch after micro-batch."""
+    done: collections.Counter[str] = collections.Counter()
+    order = []
+    for phase, chunk in zip(steps[::2], steps[1::2]):
+        order.append((phase, done[phase + chunk], int(chunk)))
+        done[phase + chunk] += 1
+    return [op for op in order if op[1] < m]
+
+
+def _zb_v(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
+    """Run F, B and W in turn through two chunks, of which the second runs from the last stage to the first.
+
+    If F, B and W are equally long, no stage idles between its first op and its last one, from 2P-1 micro-batches on:
+    the time is m(F+B+W) of a stage, and P-1 times F of a chunk.
+    """
+    orders, most = [], max(m, 2 * stages - 1)  # fewer are the first ones of so many
+    for s in range(stages):
+        rest = stages - s
+        steps = "F0" * (2 * rest - 1) + "F1F0" * s + "F1B1W1" * rest
+        steps += "F0B0W0F1B1W1" * (most - stages - rest + 1) + "B0W0F1B1W1" * (rest - 1)
+        orders.append(_counted(steps + "B0B1" * s + "B0W0" * rest + "W1" * s + "W0" * s, m))
+    return lay_out(orders, chunks, overlap, place=folded)
+
+
 def _between(most: int) -> ScheduleSpec:
     """Return the spec of a schedule between 1f1b and eager_1f1b: the first stage has `most` micro-batches in flight.
 
@@ -329,6 +356,19 @@ SPECS: dict[str, ScheduleSpec] = {
         gradient_slots=lambda p, m: 1,
         splits=True,
         settles=4,
+    ),
+    # Chunks of half a stage, as many on every stage as 1f1b has on the first one.
+    "zb_v": ScheduleSpec(
+        ops=_zb_v,
+        order="alternating",
+        in_flight=lambda s, p, v, m: 2 * p + 0 * s,
+        activation_slots=2,
+        gradient_slots=lambda p, m: 2,
+        splits=True,
+        interleaves=True,
+        settles=4,
+        place=folded,
+        most_chunks=2,
     ),
 }
 

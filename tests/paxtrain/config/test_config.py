@@ -142,6 +142,12 @@ def test_keys_and_types(values, words):
         ),
         (PipelineConfig, {"virtual_stages": 2}, ["virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
         (PipelineConfig, {"schedule": "interleaved_1f1b"}, ["virtual_stages", "2 or more", "got 1"]),
+        (PipelineConfig, {"schedule": "zb_v"}, ["zb_v", "virtual_stages", "2 or more", "got 1"]),
+        (
+            PipelineConfig,
+            {"schedule": "zb_v", "virtual_stages": 4},
+            ["zb_v", "2 chunks per stage", "virtual_stages=4", "virtual_stages=2"],
+        ),
         (PipelineConfig, {"schedule": "zb_h1", "save": "inputs"}, ["save=inputs", "zb_h1", "dots or residuals"]),
         (PipelineConfig, {"pipe_layers": "2,,2"}, ["pipeline.pipe_layers", "commas", "'2,,2'"]),
         (PipelineConfig, {"pipe_layers": "4,0"}, ["pipeline.pipe_layers", "positive", "'4,0'"]),

@@ -101,7 +101,8 @@ def table_permute_bytes(trained: Trainer) -> int:
     message = math.prod(trained.compression.message.shape) * 2
     embedding = c.model.padded_vocab * c.model.hidden * 4
     shards = c.mesh.data if c.mesh.zero1 else 1
-    return trained.schedule.messages() * message * groups + 2 * embedding // shards * c.mesh.data
+    swapped = 2 * embedding // shards * c.mesh.data if trained.layout.swaps else 0
+    return trained.schedule.messages() * message * groups + swapped
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt_1_3b", marks=pytest.mark.slow), "gpt_8b"])
@@ -133,8 +134,9 @@ def test_configurations_compile_and_overlap(name, capsys):
         pytest.param("eager_1f1b", {"pipe_layers": "3,1"}, marks=pytest.mark.slow),
         ("1f1b", {"scan_layers": "on"}),
         pytest.param("zb_h1", {"scan_layers": "on"}, marks=pytest.mark.slow),
+        pytest.param("zb_v", {"virtual_stages": 2}, marks=pytest.mark.slow),
     ],
-    ids=["eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "uneven", "1f1b-scanned", "zb_h1-scanned"],
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
 )
 def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline):
     if schedule == "eager_1f1b" and not pipeline:
@@ -146,7 +148,7 @@ def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline
     assert_no_large_copy(trained, text)
     assert hlo.conditionals(text) == 0
     assert hlo.permute_bytes(text) == table_permute_bytes(trained)
-    if schedule in ("1f1b", "gpipe", "zb_h1") and not pipeline:
+    if schedule == "zb_v" or (schedule in ("1f1b", "gpipe", "zb_h1") and not pipeline):
         # Transfers lie under the loops of no or one trip in which a stage's F, B or W runs.
         transfers = steady(text)
         assert len(transfers) >= 2

@@ -154,6 +154,8 @@ COVERING = [
     config((2, 2, 2), 8, sequence=True, dropout=0.2, separator=5),
     config((1, 2, 4), sequence=True, schedule="1f1b", save="inputs", zero1=False),
     config((1, 2, 4), sequence=True, schedule="zb_h1"),
+    config((2, 2, 2), 12, schedule="zb_v", virtual_stages=2, dropout=0.2),
+    config((1, 4, 2), 14, layers=9, shape="llama untied", schedule="zb_v", virtual_stages=2, save="residuals"),
     config((2, 2, 2), sequence=True, schedule="interleaved_1f1b", virtual_stages=2, save="residuals", shape="llama"),
     config((1, 4, 2), sequence=True, schedule="gpipe", layers=8, pipe_layers="2,3,2,1"),
 ]
@@ -219,6 +221,8 @@ OVERLAPPED = [
     config((2, 4, 1), 20, layers=4, schedule="zb_h1"),
     config((1, 4, 2), 12, schedule="gpipe", save="residuals"),
     config((2, 2, 1), 16, schedule="1f1b", save="inputs"),
+    config((1, 3, 1), 12, layers=6, schedule="zb_v", virtual_stages=2),
+    config((2, 2, 1), 16, shape="gpt2 untied", schedule="zb_v", virtual_stages=2),
 ]
 
 
@@ -256,7 +260,9 @@ def test_covering_sets_have_every_schedule_save_mode_and_setting():
     assert meshes >= {m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8}
     for some in (COVERING, QUICK):
         piped = [c for c in some if c.mesh.pipe > 1]
-        assert {c.pipeline.schedule for c in piped} == set(names())
+        # Programs of a V take long to compile: quickly only their tables are proved (tests/paxtrain/schedule).
+        expected = names() if some is COVERING else names(lambda spec: not spec.folds(2))
+        assert {c.pipeline.schedule for c in piped} == set(expected)
         assert {c.pipeline.save for c in piped} == {"dots", "layer_inputs", "residuals", "inputs"}
         assert {c.pipeline.save for c in piped if c.pipeline.spec.splits} == set(SPLIT_SAVES)
         assert {c.model.family for c in some} == {"gpt2", "llama"}

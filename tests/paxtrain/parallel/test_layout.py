@@ -17,8 +17,8 @@ from paxtrain.parallel.mesh import make_mesh
 MODEL = ModelConfig(vocab_size=100, layers=4, hidden=48, heads=4, sequence=8)
 
 
-def layout_of(layers=4, data=1, pipe=1, tensor=1, chunks=1, pipe_layers="", zero1=True, **model):
-    schedule = "interleaved_1f1b" if chunks > 1 else "eager_1f1b"
+def layout_of(layers=4, data=1, pipe=1, tensor=1, chunks=1, pipe_layers="", zero1=True, schedule="", **model):
+    schedule = schedule or ("interleaved_1f1b" if chunks > 1 else "eager_1f1b")
     return Layout(
         Config(
             model=dataclasses.replace(MODEL, layers=layers, **model),
@@ -45,6 +45,7 @@ LAYOUTS = {
     "without ZeRO-1": layout_of(data=2, pipe=2, tensor=2, zero1=False),
     "data that divides little": layout_of(layers=6, data=3, pipe=2, hidden=16),
     "interleaved on all axes": layout_of(layers=8, data=2, pipe=2, tensor=2, chunks=2),
+    "in a V": layout_of(layers=7, data=2, pipe=3, chunks=2, schedule="zb_v"),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 
@@ -78,6 +79,10 @@ def with_paths(layout, specs):
     return [(names(path), x.shape, spec) for (path, x), spec in zip(shapes, specs, strict=True)]
 
 
+def folds(layout):
+    return layout.config.pipeline.schedule == "zb_v"
+
+
 @layouts
 def test_canonical_to_mesh_and_back(layout):
     canonical = numbered(layout)
@@ -88,11 +93,11 @@ def test_canonical_to_mesh_and_back(layout):
 
 @layouts
 def test_each_layer_is_on_the_stage_where_a_token_meets_it(layout):
-    """Chunk c of stage s is virtual stage cP + s; in the order of virtual stages the layers are in model order."""
+    """Chunk c of stage s is virtual stage cP + s, or cP + P-1-s on the way back of a V; layers are in model order."""
     met = [
         [int(layer) for layer in layout.layer_of[stage, chunk] if layer >= 0]
         for chunk in range(layout.chunks)
-        for stage in range(layout.stages)
+        for stage in sorted(range(layout.stages), reverse=folds(layout) and chunk == 1)
     ]
     assert [len(layers) for layers in met] == list(layout.counts)
     assert [layer for layers in met for layer in layers] == list(range(layout.config.model.layers))
@@ -106,7 +111,7 @@ def test_each_layer_is_on_the_stage_where_a_token_meets_it(layout):
 
 @layouts
 def test_outside_the_layers_only_the_edge_stages_hold_anything(layout):
-    canonical, placed, last = numbered(layout), placed_on(layout), layout.stages - 1
+    canonical, placed, last = numbered(layout), placed_on(layout), 0 if folds(layout) else layout.stages - 1
     for found, expected, live in (
         (placed["embedding"]["token"], canonical["embedding"]["token"], {0, last}),
         (placed["embedding"]["position"], canonical["embedding"]["position"], {0}),
@@ -115,6 +120,16 @@ def test_outside_the_layers_only_the_edge_stages_hold_anything(layout):
     ):
         for stage in range(layout.stages):
             np.testing.assert_array_equal(found[stage], expected if stage in live else np.zeros_like(expected))
+
+
+def test_untied_tables_of_a_v_are_both_on_the_first_stage():
+    layout = layout_of(layers=6, pipe=3, chunks=2, schedule="zb_v", tied_head=False)
+    canonical, placed = numbered(layout), placed_on(layout)
+    token = placed["embedding"]["token"]
+    assert token.shape == (6, *canonical["embedding"]["token"].shape[1:])  # two rows a stage
+    np.testing.assert_array_equal(token[:2], canonical["embedding"]["token"])
+    assert not token[2:].any()
+    same(jax.jit(layout.to_canonical)(placed), canonical)
 
 
 def test_padding_is_the_share_of_empty_slots():

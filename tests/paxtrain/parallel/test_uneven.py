@@ -45,6 +45,7 @@ CASES = [
     case((2, 2, 2), (3, 1), schedule="zb_h1", zero1=False, dropout=0.2),
     case((2, 2, 1), (2, 5), schedule="interleaved_1f1b", virtual_stages=2, separator=5),
     case((4, 1, 2), (3, 1, 1, 1), zero1=False, save="inputs", shape="llama untied"),
+    case((2, 2, 1), (3, 5), schedule="zb_v", virtual_stages=2),
     case((2, 2, 2), (1, 3), sequence=True, schedule="1f1b"),
     case((4, 1, 1), (4, 4, 2, 1), dropout=0.2, scan_layers="off"),
     case((2, 3, 1), (6, 2), layers=6, schedule="1f1b", in_flight=4, shape="llama"),

@@ -188,16 +188,25 @@ def test_control_flow_and_gradients(sizes):
 
 ALL = itertools.product([(2, 2, 2), (2, 4, 1)], ["eager_1f1b", "1f1b", "zb_h1"], [True, False])
 STEPS = [pytest.param(*c, False, marks=pytest.mark.slow) for c in ALL]
+STEPS += [pytest.param((2, 2, 2), "zb_v", True, False, marks=pytest.mark.slow)]
 STEPS += [((2, 2, 2), "1f1b", False, True), pytest.param((2, 3, 1), "eager_1f1b", True, False, marks=pytest.mark.once)]
 
 
 def configuration(sizes, schedule, zero1, sequence):
-    model = {"layers": sizes[1], "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 61, "vocab_multiple": 64}
+    chunks = 2 if schedule == "zb_v" else 1
+    model = {
+        "layers": sizes[1] * chunks,
+        "hidden": 16,
+        "heads": 4,
+        "sequence": 8,
+        "vocab_size": 61,
+        "vocab_multiple": 64,
+    }
     return from_dict(
         {
             "model": {**model, "dtype": "float32"},
             "mesh": {**dict(zip(AXES, sizes)), "zero1": zero1, "sequence_parallel": sequence},
-            "pipeline": {"schedule": schedule},
+            "pipeline": {"schedule": schedule, "virtual_stages": chunks},
             "batch": {"global_batch": 4, "micro_batch": 1},
         }
     )

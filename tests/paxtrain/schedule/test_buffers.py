@@ -12,12 +12,16 @@ from hypothesis import strategies as st
 from paxtrain.schedule.buffers import COLUMNS, OWN, assign
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import SPECS, build, forward_only
+from paxtrain.schedule.stage_map import folded, in_turn
 from paxtrain.schedule.table import ALONG, BETWEEN, UNDER
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
+FOLDED = ("zb_v",)
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
+SHAPES += [(name, stages, 2) for name in FOLDED for stages in range(2, 9)]
 QUICK = [shape for shape in SHAPES if shape[1] in (1, 2, 3, 4, 8) and shape[2] < 4 and shape[1:] != (8, 3)]
+QUICK = [shape for shape in QUICK if shape[0] not in FOLDED or shape[1] < 4]
 SHAPES = [shape if shape in QUICK else pytest.param(*shape, marks=pytest.mark.slow) for shape in SHAPES]
 
 
@@ -38,12 +42,27 @@ SMALL = [
     ("interleaved_1f1b", 2, 3, 2, False),
     ("zb_h1", 3, 5, 1, True),
     ("zb_h1", 3, 5, 1, False),
+    *[(name, 3, 6, 2, True) for name in FOLDED],
+    *[(name, 2, 4, 2, False) for name in FOLDED],
 ]
 small = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: f"{shape[0]}-{'overlap' if shape[4] else 'blocking'}")
 
 # Slots that idle stages write as well: there they must be the scrap slot.
-WRITTEN = ("forward_slot", "arrival_slot", "gradient_arrival_slot", "head_slot")
+ARRIVALS, GRADIENT_ARRIVALS = ([f"{kind}arrival_slot{lane}" for lane in ("", "_1")] for kind in ("", "gradient_"))
+WRITTEN = ("forward_slot", *ARRIVALS, *GRADIENT_ARRIVALS, "head_slot")
 UNSET = "whatever was in memory"
+
+
+def virtual_of(schedule, stage, chunk):
+    back = schedule.name in FOLDED and chunk % 2
+    return chunk * schedule.stages + (schedule.stages - 1 - stage if back else stage)
+
+
+def lanes(schedule, pairs):
+    """Return the pairs to a later stage, and those to one before or to the same; without a fold all at once."""
+    if schedule.name not in FOLDED:
+        return [pairs]
+    return [[(a, b) for a, b in pairs if a < b], [(a, b) for a, b in pairs if a >= b]]
 
 
 def replay(schedule, buffers):
@@ -67,26 +86,34 @@ def replay(schedule, buffers):
     for row, kind in zip(buffers.table, buffers.kinds):
         cells = [dict(zip(buffers.columns, map(int, cell))) for cell in row]
         runs = {op: any(cell[f"{op}_valid"] for cell in cells) for op in ("forward", "backward")}
-        received, arrived = [None] * stages, [None] * stages
+        received, arrived = [], []  # by lane
         # The state that a codec keeps is the chunk's that made the message: a gradient that v takes was made by v+1.
-        for sender, receiver in kind.receive + kind.receive_compressed:
-            message, chunk = gradient_out[sender], cells[sender]["message_chunk"]
-            received[receiver] = message if message and (message[1] + 1) // stages == chunk else None
+        for pairs in lanes(schedule, kind.receive + kind.receive_compressed):
+            received.append([None] * stages if pairs else None)
+            assert len({receiver for _, receiver in pairs}) == len(pairs)
+            for sender, receiver in pairs:
+                message, chunk = gradient_out[sender], cells[sender]["message_chunk"]
+                received[-1][receiver] = message if message and (message[1] + 1) // stages == chunk else None
 
-        def gradients_arrive(kind=kind, cells=cells, received=received):
-            for s, cell in enumerate(cells):
-                if kind.receive + kind.receive_compressed and buffers.gradient_depth:
-                    gradients[s][cell["gradient_arrival_slot"]] = received[s]
+        def gradients_arrive(cells=cells, received=received):
+            for column, lane in zip(GRADIENT_ARRIVALS, received):
+                for s, cell in enumerate(cells):
+                    if lane and buffers.gradient_depth:
+                        gradients[s][cell[column]] = lane[s]
 
         def activations_leave(kind=kind, cells=cells, arrived=arrived):
-            for sender, receiver in kind.send:
-                message, chunk = output[sender], cells[sender]["output_chunk"]
-                arrived[receiver] = message if message and (message[1] - 1) // stages == chunk else None
+            for pairs in lanes(schedule, kind.send):
+                arrived.append([None] * stages if pairs else None)
+                assert len({receiver for _, receiver in pairs}) == len(pairs)
+                for sender, receiver in pairs:
+                    message, chunk = output[sender], cells[sender]["output_chunk"]
+                    arrived[-1][receiver] = message if message and (message[1] - 1) // stages == chunk else None
 
-        def activations_arrive(kind=kind, cells=cells, arrived=arrived):
-            for s, cell in enumerate(cells):
-                if kind.send:
-                    inbox[s][cell["arrival_slot"] if buffers.activation_depth else 0] = arrived[s]
+        def activations_arrive(cells=cells, arrived=arrived):
+            for column, lane in zip(ARRIVALS, arrived):
+                for s, cell in enumerate(cells):
+                    if lane:
+                        inbox[s][cell[column] if buffers.activation_depth else 0] = lane[s]
 
         if buffers.travel != UNDER:
             activations_leave()
@@ -94,7 +121,7 @@ def replay(schedule, buffers):
             gradients_arrive()
             activations_arrive()
         for chunk, (s, cell) in itertools.product(kind.forward, enumerate(cells)):
-            virtual, mb = chunk * stages + s, cell["forward"]
+            virtual, mb = virtual_of(schedule, s, chunk), cell["forward"]
             active = cell["forward_valid"] == 1 and cell["forward_chunk"] == chunk
             if active or (masked and runs["forward"] and not kind.tail):
                 x = inbox[s][cell["input_slot"] if buffers.activation_depth else 0]
@@ -115,19 +142,19 @@ def replay(schedule, buffers):
             if cell["weights_valid"] == 1 and cell["weights_chunk"] == chunk:
                 left = residuals[s][cell["weights_slot"]]
                 assert left is not UNSET
-                if left and left[:2] == ("w", chunk * stages + s):
+                if left and left[:2] == ("w", virtual_of(schedule, s, chunk)):
                     done["weights", *left[1:]] += 1
         if buffers.travel == UNDER:
             gradients_arrive()
         for chunk, (s, cell) in itertools.product(kind.backward, enumerate(cells)):
-            virtual, mb = chunk * stages + s, cell["backward"]
+            virtual, mb = virtual_of(schedule, s, chunk), cell["backward"]
             active = cell["backward_valid"] == 1 and cell["backward_chunk"] == chunk
             if active or (masked and runs["backward"] and not kind.tail):
                 if buffers.gradient_depth:
                     g = gradients[s][cell["gradient_slot"]]
                 else:
                     travels = kind.receive + kind.receive_compressed
-                    g = received[s] if travels and s < stages - 1 else gradients[s][0]
+                    g = received[0][s] if travels and s < stages - 1 else gradients[s][0]
                 kept = residuals[s][cell["backward_slot"]]
                 assert kept is not UNSET, "uninitialized memory may be no number, and so is zero times it"
                 good = active and kept == ("r", virtual, mb) and g == ("g", virtual, mb)
@@ -187,6 +214,7 @@ def test_every_value_is_found_where_it_is_looked_for(name, stages, chunks, overl
         st.tuples(
             st.just("interleaved_1f1b"), st.integers(2, 12), st.integers(1, 40), st.integers(2, 5), st.booleans()
         ),
+        st.tuples(st.sampled_from(FOLDED), st.integers(2, 12), st.integers(1, 40), st.just(2), st.booleans()),
     )
 )
 def test_any_size(shape):
@@ -199,7 +227,7 @@ def test_any_size(shape):
 @pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
 def test_evaluation(name, stages, chunks):
     for m in (1, 2, 7, 16):
-        schedule = forward_only(stages, m, chunks)
+        schedule = forward_only(stages, m, chunks, folded if name in FOLDED else in_turn)
         buffers = assign(schedule)
         validate(schedule, buffers)
         assert (buffers.residual_depth, buffers.gradient_depth) == (0, 0)
@@ -219,6 +247,8 @@ def test_depths(name, stages, chunks, overlap):
         elif name in ("1f1b", "zb_h1"):
             assert buffers.residual_depth == min(m, stages)
             assert max(buffers.activation_depth, buffers.gradient_depth) <= 1
+        elif name == "zb_v":  # of chunks of half a stage
+            assert buffers.residual_depth == 2 * min(m, stages)
         elif m % stages == 0:
             assert buffers.residual_depth == min(m * chunks, 2 * (stages - 1) + (chunks - 1) * stages + 1)
 
@@ -226,7 +256,7 @@ def test_depths(name, stages, chunks, overlap):
 @shapes
 def test_the_epilogue_is_the_drain_phase(name, stages, chunks, overlap):
     """min(P-1-k, m) compressed messages on the link k+1 -> k, the last ones; every other gradient travels as it is."""
-    for m in (1, 2, 3, 8, 13):
+    for m in () if name in FOLDED else (1, 2, 3, 8, 13):  # folded schedules compress nothing
         schedule = build(name, stages, m, chunks, overlap)
         compressed = schedule.epilogue()
         buffers = assign(schedule, compressed)
@@ -272,7 +302,8 @@ def test_emulated_rows_run_the_same_ops_on_the_same_values(name, stages, chunks,
     """Every message is due when it was, and those that are not due reach no op: also if idle stages compute."""
     for m, masked in itertools.product((1, 2, 5, 16), {False, SPECS[name].masked}):
         schedule = dataclasses.replace(build(name, stages, m, chunks, overlap), masked=masked)
-        for compressed in (frozenset(), schedule.epilogue(), schedule.gradient_messages()):
+        compressing = () if name in FOLDED else (schedule.epilogue(), schedule.gradient_messages())
+        for compressed in (frozenset(), *compressing):
             buffers = assign(schedule, compressed)
             emulated = buffers.emulated()
             replay(schedule, emulated)
@@ -317,6 +348,14 @@ def test_compiled_rows_do_not_grow_with_micro_batches(name, stages, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", FOLDED)
+def test_compiled_rows_of_a_v_do_not_grow_with_micro_batches(name, overlap):
+    """Every micro-batch more repeats a few rows."""
+    compiled = {compiled_rows(assign(build(name, 4, m, 2, overlap))) for m in (24, 25, 38)}
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3)])
 def test_compiled_rows_do_not_grow_with_groups_of_interleaved_micro_batches(stages, chunks, overlap):
     tables = {m: assign(build("interleaved_1f1b", stages, m, chunks, overlap)) for m in (32, 64)}
@@ -348,16 +387,16 @@ def test_a_wrong_number_is_refused_if_the_executor_would_stumble_over_it(shape, 
 
 
 def scrap(buffers, name):
-    depths = {"forward_slot": buffers.residual_depth, "arrival_slot": buffers.activation_depth}
+    depths = {"forward_slot": buffers.residual_depth, **dict.fromkeys(ARRIVALS, buffers.activation_depth)}
     return depths.get(name, buffers.gradient_depth)
 
 
 def matters(schedule, buffers, name):
     """Return whether the executor reads a column: rings of depth 0 have no slots, and one chunk has no number."""
-    if name.endswith("_1"):
-        return False  # the lane of folded schedules
     if name.startswith("weights"):
         return schedule.splits
+    if name.endswith("_1"):
+        return schedule.name in FOLDED
     if name in ("input_slot", "arrival_slot"):
         return buffers.activation_depth > 0
     if name in ("gradient_slot", "gradient_arrival_slot", "head_slot"):

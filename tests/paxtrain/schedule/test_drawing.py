@@ -6,7 +6,9 @@ from paxtrain.schedule import schedules
 from paxtrain.schedule.drawing import draw_schedule
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("eager_1f1b", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("eager_1f1b", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)]
+)
 def test_every_op_has_its_box_and_its_micro_batch(name, chunks, tmp_path):
     schedule = schedules.build(name, 4, 8, chunks)
     figure = draw_schedule(schedule)

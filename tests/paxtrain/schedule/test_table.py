@@ -8,12 +8,15 @@ import pytest
 from hypothesis import strategies as st
 
 from paxtrain.schedule.schedules import build, forward_only
+from paxtrain.schedule.stage_map import folded, in_turn
 from paxtrain.schedule.table import IDLE
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
+FOLDED = ("zb_v",)
 # (name, stages, chunks); every number of micro-batches from 1 to 20 is tried for each.
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
+SHAPES += [(name, stages, 2) for name in FOLDED for stages in (2, 3, 4)]
 MICRO_BATCHES = range(1, 21)
 shapes = pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
 both = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
@@ -21,6 +24,7 @@ both = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocki
 any_shape = st.one_of(
     st.tuples(st.sampled_from((*SIMPLE, "zb_h1")), st.integers(1, 12), st.just(1)),
     st.tuples(st.just("interleaved_1f1b"), st.integers(2, 12), st.integers(2, 5)),
+    st.tuples(st.sampled_from(FOLDED), st.integers(2, 12), st.just(2)),
 )
 few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -36,6 +40,16 @@ def in_flight(schedule):
     return (forwards - backwards + busy(schedule, last)).max(axis=0)
 
 
+def virtual_of(schedule, stage, chunk):
+    back = schedule.name in FOLDED and chunk % 2
+    return chunk * schedule.stages + (schedule.stages - 1 - stage if back else stage)
+
+
+def crossings(name, stages, chunks):
+    """Return how many messages of a micro-batch cross links: at a fold they stay on their stage."""
+    return 2 * (stages * chunks - 1 - (chunks - 1 if name in FOLDED else 0))
+
+
 def makespan(schedule, forward, backward, transfer=0, weights=0):
     """Time of a step when each stage runs its ops in the table's order as soon as their messages have come.
 
@@ -45,7 +59,7 @@ def makespan(schedule, forward, backward, transfer=0, weights=0):
     orders, seconds = [[] for _ in range(schedule.stages)], (forward, backward, weights)
     for place, (turn, phase) in enumerate([(0, "forward"), (2, "weights"), (1, "backward")]):
         for row, stage, mb, chunk in schedule.ops(phase):
-            orders[stage].append((row, place, turn, chunk * schedule.stages + stage, mb))
+            orders[stage].append((row, place, turn, virtual_of(schedule, stage, chunk), mb))
     queues, clock, end = [sorted(order)[::-1] for order in orders], [0] * schedule.stages, {}
     while any(queues):
         before = len(end)
@@ -74,7 +88,7 @@ def assert_every_op_once_after_what_it_needs(schedule):
     phases = ("backward", "forward", *(["weights"] if schedule.splits else []))
     ops = itertools.product(phases, range(last + 1), range(schedule.micro_batches))
     listed = [
-        (phase, chunk * schedule.stages + stage, mb)
+        (phase, virtual_of(schedule, stage, chunk), mb)
         for phase in ("forward", "backward", "weights")
         for _, stage, mb, chunk in schedule.ops(phase)
     ]
@@ -102,7 +116,7 @@ def test_every_op_once_for_any_size(shape, m):
     name, stages, chunks = shape
     schedule = build(name, stages, m, chunks)
     assert_every_op_once_after_what_it_needs(schedule)
-    assert schedule.messages() == 2 * m * (stages * chunks - 1)
+    assert schedule.messages() == m * crossings(name, stages, chunks)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1"])
@@ -120,6 +134,8 @@ def test_rows_and_the_bubble(name, stages, chunks):
             assert schedule.rows == work + bubble
         elif name == "zb_h1":  # with rows of one length its bubble is half as long; or, drained at once, no longer
             assert schedule.rows == (3 * work + stages - 1 if m >= stages else 2 * (m + stages - 1) + 1)
+            continue
+        elif name in FOLDED:  # see `test_no_stage_of_a_v_idles`
             continue
         elif m % stages == 0 or chunks == 1:
             assert schedule.rows == 2 * work + bubble
@@ -147,6 +163,9 @@ def test_micro_batches_in_flight(name, stages, chunks, overlap):
             expected = np.minimum(m, after + 1)
         elif name == "zb_h1":
             expected = np.full(stages, min(m, stages))  # 1f1b's most
+        elif name == "zb_v":  # the same, of chunks of half a stage
+            assert found.max() == 2 * min(m, stages)
+            continue
         elif m % stages == 0:
             expected = np.minimum(m * chunks, 2 * after + (chunks - 1) * stages + 1)
         else:
@@ -159,8 +178,11 @@ def test_micro_batches_in_flight(name, stages, chunks, overlap):
 def test_messages_join_neighbours_right_after_they_are_made(name, stages, chunks, overlap):
     for m in (1, 5, 8):
         schedule = build(name, stages, m, chunks, overlap)
-        assert schedule.messages() == 2 * m * (stages * chunks - 1)
+        assert schedule.messages() == m * crossings(name, stages, chunks)
         for pairs, step in ((schedule.activation_pairs, 1), (schedule.gradient_pairs, -1)):
+            if name in FOLDED:
+                assert all(abs(to - s) == (s != to or s != stages - 1) for row in pairs for s, to in row)
+                continue
             assert all(to == (s + step) % stages for row in pairs for s, to in row)
             assert all(len({to for _, to in row}) == len(row) for row in pairs)
         row, last = schedule.row_of, schedule.virtual_stages - 1
@@ -206,13 +228,13 @@ def test_eager_hides_transfers_that_1f1b_shows():
 @shapes
 def test_evaluation_runs_the_forwards_alone(name, stages, chunks):
     for m in (1, stages, 2 * stages + 1):
-        schedule = forward_only(stages, m, chunks)
+        schedule = forward_only(stages, m, chunks, folded if name in FOLDED else in_turn)
         assert not busy(schedule, "backward").any()
-        assert schedule.messages() == m * (stages * chunks - 1)
+        assert schedule.messages() == m * crossings(name, stages, chunks) // 2
         row = schedule.row_of
         assert sorted(row) == [("forward", v, mb) for v in range(stages * chunks) for mb in range(m)]
         assert all(row["forward", v, mb] < row["forward", v + 1, mb] for _, v, mb in row if v + 1 < stages * chunks)
-        if m % stages == 0 or chunks == 1:
+        if (m % stages == 0 or chunks == 1) and name not in FOLDED:
             assert schedule.rows == m * chunks + stages - 1
 
 
@@ -224,3 +246,16 @@ def test_weight_gradients_fill_the_bubble(forward, backward, weights):
         work = forward + backward + weights
         assert makespan(build("zb_h1", stages, m), forward, backward, weights=weights) == m * work + bubble
         assert makespan(build("1f1b", stages, m), forward, backward + weights) == (m + stages - 1) * work
+
+
+@pytest.mark.parametrize("stages", range(2, 9))
+def test_no_stage_of_a_v_idles(stages):
+    """Zero bubble (Qi et al. 2023, section 6): with F=B=W a stage is busy from its first op to its last one."""
+    for m in (2 * stages - 1, 2 * stages, 2 * stages + 5):
+        schedule = build("zb_v", stages, m, 2, overlap=False)  # a row is a unit of time
+        ops = sum(busy(schedule, phase).astype(int) for phase in ("forward", "backward", "weights"))
+        rows = np.arange(schedule.rows)[:, None]
+        first, last = np.where(ops, rows, schedule.rows).min(axis=0), np.where(ops, rows, -1).max(axis=0)
+        np.testing.assert_array_equal(last + 1 - first, 6 * m)
+        np.testing.assert_array_equal(first, np.arange(stages))
+        assert makespan(build("zb_v", stages, m, 2), 1, 1, weights=1) == 6 * m + stages - 1

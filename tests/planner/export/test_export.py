@@ -160,6 +160,8 @@ def test_megatron_gets_uneven_stages_as_a_layout():
 def test_what_megatron_does_otherwise_is_told():
     assert megatron.export(plan(), dataclasses.replace(MODEL, vocab_size=256), (8,) * 4).inexpressible == ()
     eager = megatron.export(plan(schedule="eager_1f1b", save="dots"), MODEL, (8,) * 4).inexpressible
+    folded = megatron.export(plan(schedule="zb_v", virtual_stages=2, save="dots"), MODEL, (4,) * 8).inexpressible
+    assert any("interleaved 1F1B instead of zb_v" in line for line in folded)
     assert any("1F1B instead of eager_1f1b" in words for words in eager) and any(
         "save=dots" in words for words in eager
     )

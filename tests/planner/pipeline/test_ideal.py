@@ -15,6 +15,7 @@ SIZES = ((1, 3), (2, 5), (4, 3), (4, 40), (3, 200))
 TABLES = [
     *[Table(name, p, m) for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1") for p, m in SIZES],
     *[Table("interleaved_1f1b", p, m, 2) for p, m in ((2, 5), (4, 8), (3, 29))],
+    *[Table("zb_v", p, m, 2) for p, m in ((2, 5), (4, 8), (3, 29))],
 ]
 
 

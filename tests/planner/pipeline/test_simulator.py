@@ -1,5 +1,6 @@
 """The simulator replays the executor's tables: against a plain replay, closed forms, and invariants for any times."""
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -21,6 +22,8 @@ TABLES = [
     *[Table("interleaved_1f1b", p, m, 2) for p, m in ((2, 5), (4, 8), (3, 29), (4, 50))],
     *[Table(name, 3, 11, 1, kind) for name in ("eager_1f1b", "1f1b", "zb_h1") for kind in ("epilogue", "all")],
     Table("interleaved_1f1b", 3, 31, 2, "epilogue"),
+    *[Table("zb_v", p, m, 2) for p, m in ((2, 4), (3, 7), (4, 50))],
+    Table("zb_v", 3, 41, 2, first=13),
     # Links of which some compress.
     Table("1f1b", 3, 11, 1, "all", (1,)),
     Table("interleaved_1f1b", 3, 14, 2, "all", (0, 2)),
@@ -53,6 +56,18 @@ def drawn(table: Table, batch: int = 3, seed: int = 0) -> Seconds:
     )
 
 
+def virtual_of(schedule, stage: int, chunk: int) -> int:
+    back = schedule.name == "zb_v" and chunk == 1
+    return chunk * schedule.stages + (schedule.stages - 1 - stage if back else stage)
+
+
+def way(a: int, b: int, schedule, s: Seconds, kind: str) -> np.ndarray:
+    """Return the seconds [batch] of a message of stage a to b; those to the next stage are as long for both kinds."""
+    if schedule.name == "zb_v":
+        return 0 * s.head if a == b else (s.activation if b == a + 1 else s.gradient)[:, a]
+    return getattr(s, kind)[:, a]
+
+
 def packed_messages(schedule, compressed: str, links: tuple[int, ...]) -> set:
     found = {"none": set, "epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
     return {(sender, mb) for sender, mb in found if not links or (sender - 1) % schedule.stages in links}
@@ -63,7 +78,7 @@ def computing(schedule, what: str, t: int) -> list[tuple[int, int]]:
     busy = getattr(schedule, what)[t] != IDLE
     chunk = getattr(schedule, what + "_chunk")[t]
     return [
-        (stage, int(chunk[stage]) * schedule.stages + stage)
+        (stage, virtual_of(schedule, stage, int(chunk[stage])))
         for stage in range(schedule.stages)
         if busy[stage] or (schedule.masked and busy.any() and t <= min(schedule.last_rows))
     ]
@@ -71,12 +86,17 @@ def computing(schedule, what: str, t: int) -> list[tuple[int, int]]:
 
 def gradient_messages(schedule, t: int, packed: set) -> list[tuple[int, int, bool]]:
     """Return (sender, receiver, compressed) of each gradient of row t."""
-    virtual = lambda a: int(schedule.backward_chunk[t - 1, a]) * schedule.stages + a  # noqa: E731
+    virtual = lambda a: virtual_of(schedule, a, int(schedule.backward_chunk[t - 1, a]))  # noqa: E731
     return [(a, b, (virtual(a), int(schedule.backward[t - 1, a])) in packed) for a, b in schedule.gradient_pairs[t]]
 
 
 def has_head(schedule, t: int) -> bool:
-    return schedule.forward[t, -1] != IDLE and schedule.forward_chunk[t, -1] == schedule.chunks - 1
+    last = loss_stage(schedule)
+    return schedule.forward[t, last] != IDLE and schedule.forward_chunk[t, last] == schedule.chunks - 1
+
+
+def loss_stage(schedule) -> int:
+    return 0 if schedule.name == "zb_v" else schedule.stages - 1
 
 
 def replayed(table: Table, s: Seconds, i: int) -> list[float]:
@@ -99,18 +119,24 @@ def replayed(table: Table, s: Seconds, i: int) -> list[float]:
             now[a] += s.encode[i, a] if small else 0
         ready = list(now)
         gradients = [
-            (a, b, max(ready[a], ready[b]) + (s.packed if small else s.gradient)[i, a]) for a, b, small in messages
+            (a, b, max(ready[a], ready[b]) + (s.packed[:, a] if small else way(a, b, schedule, s, "gradient"))[i])
+            for a, b, small in messages
+            if a != b
         ]
         compute("forward", s.forward, t)
         if has_head(schedule, t):
-            now[-1] += s.head[i]
+            now[loss_stage(schedule)] += s.head[i]
         posted = ready if schedule.travel == ALONG else list(now)
         # What a stage's NIC has sent, and what it has got, before the activation has its turn.
-        sizes = {a: (s.packed if small else s.gradient)[i, a] for a, _, small in messages}
-        got = {b: sizes[a] for a, b, _ in messages}
+        sizes = {a: done - max(ready[a], ready[b]) for a, b, done in gradients}
+        got = collections.Counter()
+        for a, b, _ in gradients:
+            got[b] += sizes[a]
         activations = [
-            (a, b, max(posted[a], posted[b], ready[a] + sizes.get(a, 0), ready[b] + got.get(b, 0)) + s.activation[i, a])
+            (a, b, max(posted[a], posted[b], ready[a] + sizes.get(a, 0), ready[b] + got[b]) + seconds[i])
             for a, b in schedule.activation_pairs[t]
+            for seconds in [way(a, b, schedule, s, "activation")]
+            if a != b
         ]
         compute("weights", s.weights, t)
         if schedule.travel == ALONG:
@@ -132,6 +158,13 @@ def order_of_blocking_ops(schedule) -> list[tuple[str, int]]:
     return [(op, t) for t in range(schedule.rows) for op in ops]
 
 
+def each_way(schedule, pairs: list[tuple[int, int]], first: int) -> list[list[tuple[int, int]]]:
+    """Return pairs that one transfer each moves: folded, first those of the way that chunks in turn take."""
+    if schedule.name != "zb_v":
+        return [pairs]
+    return [[(a, b) for a, b in pairs if b - a == first], [(a, b) for a, b in pairs if b - a == -first]]
+
+
 def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
     """Replay candidate i on a backend whose receivers wait for transfers, and whose senders wait until they begin."""
     schedule = table.plan(overlap=False)
@@ -149,12 +182,19 @@ def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
             for a, _, small in messages:
                 now[a] += s.encode[i, a] if small else 0
         elif op in ("plain", "packed"):
-            seconds = {"plain": s.gradient, "packed": s.packed}[op]
-            transfers([(a, b, seconds[i, a]) for a, b, small in messages if small == (op == "packed")])
+            sent = [(a, b) for a, b, small in messages if small == (op == "packed") and a != b]
+            for some in each_way(schedule, sent, -1):
+                transfers(
+                    [
+                        (a, b, s.packed[i, a] if op == "packed" else way(a, b, schedule, s, "gradient")[i])
+                        for a, b in some
+                    ]
+                )
         elif op == "send":
-            transfers([(a, b, s.activation[i, a]) for a, b in schedule.activation_pairs[t]])
+            for some in each_way(schedule, [(a, b) for a, b in schedule.activation_pairs[t] if a != b], 1):
+                transfers([(a, b, way(a, b, schedule, s, "activation")[i]) for a, b in some])
         elif op == "head":
-            now[-1] += s.head[i] if has_head(schedule, t) else 0
+            now[loss_stage(schedule)] += s.head[i] if has_head(schedule, t) else 0
         elif op == "decode":
             for _, b, small in messages:
                 now[b] += s.decode[i, b] if small else 0
@@ -195,6 +235,15 @@ def test_weight_gradients_fill_the_bubble(p, m, times):
     np.testing.assert_allclose(whole - found, 2 * (p - 1) * times[2], atol=1e-9)
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (2, 9), (4, 16), (8, 15), (8, 100), (3, 1000)])
+def test_a_v_has_no_bubble_if_f_b_and_w_are_equal(p, m):
+    """ZB-V (Qi et al. 2024): the last stage begins P-1 forwards of a chunk later, and all end as much later."""
+    one = np.full((1, 2 * p), 0.5)
+    found = pipeline(Table("zb_v", p, m, 2), Seconds(one, one, weights=one))[0]
+    np.testing.assert_allclose(found, 3 * m + 0.5 * np.arange(p), rtol=1e-12)
+    np.testing.assert_allclose(ideal.pipeline(Table("zb_v", p, m, 2), Seconds(one, one, weights=one))[0], found)
+
+
 def test_transfers_hide_in_eager_1f1b_and_gpipe_and_1f1b_waits_for_two_on_each_round():
     def slope(schedule: str, transfer: float) -> float:
         times = Seconds(np.full((1, 4), 1.0), np.full((1, 4), 2.0), transfer, transfer)
@@ -219,14 +268,15 @@ def test_monotone_in_every_duration_and_above_every_stages_work(table, overlap, 
         longer.flat[rng.integers(longer.size)] += 0.3
         more = pipeline(table, Seconds(**{**vars(s), name: longer}), overlap)
         assert (more >= base - 1e-12 * base).all(), name
-    each = s.forward + s.backward + s.weights * (table.schedule == "zb_h1")
-    work = (table.micro_batches - table.first) * each.reshape(table.chunks, table.stages).sum(axis=0)
+    each = (s.forward + s.backward + s.weights * (table.schedule in ("zb_h1", "zb_v")))[0]
+    on = [[virtual_of(table.plan(overlap), p, v) for p in range(table.stages)] for v in range(table.chunks)]
+    work = (table.micro_batches - table.first) * each[np.array(on)].sum(axis=0)
     assert (base[0] >= work + s.start[0] - 1e-9).all()
     once = (s.forward + s.backward).sum() + s.head[0]
     assert base.max() >= once - 1e-9
 
 
-@pytest.mark.parametrize("table", [TABLES[3], TABLES[18], TABLES[22], TABLES[-1]], ids=str)
+@pytest.mark.parametrize("table", [TABLES[3], TABLES[18], TABLES[22], Table("zb_v", 3, 7, 2), TABLES[-1]], ids=str)
 def test_the_timeline_is_the_same_run(table):
     s = drawn(table, batch=1)
     events, finish = timeline(table, s), pipeline(table, s)
@@ -236,7 +286,7 @@ def test_the_timeline_is_the_same_run(table):
         assert all(a.end <= b.begin + 1e-12 for a, b in zip(mine, mine[1:]))
     real = [e for e in events if e.what == "H"]
     assert len(real) == table.micro_batches - table.first
-    for what in "FBW" if table.schedule == "zb_h1" else "FB":
+    for what in "FBW" if table.schedule in ("zb_h1", "zb_v") else "FB":
         virtual = {e.virtual_stage for e in events if e.what == what}
         assert virtual == set(range(table.stages * table.chunks))
 

@@ -16,7 +16,7 @@ from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
 from planner.search import layers, pruning
-from planner.search.space import BACKWARD, Choices, enumerate_candidates
+from planner.search.space import BACKWARD, TRIED, Choices, enumerate_candidates
 from tests.planner.examples import MODEL, cluster, placements
 
 SPACE_CHOICES = Choices(
@@ -25,6 +25,7 @@ SPACE_CHOICES = Choices(
     data_ranks=(32,),
     virtual_stages=(2, 3),
     sequence_parallel=(False, True),
+    schedules=(*TRIED, "zb_v"),
 )
 
 

@@ -13,7 +13,7 @@ from paxtrain.config import plan as plans
 from paxtrain.config.load import nested
 from paxtrain.errors import UserError
 from paxtrain.schedule import table_file
-from paxtrain.schedule.schedules import build, code, name_of
+from paxtrain.schedule.schedules import build, code, name_of, names
 from planner.cluster.cluster import merged
 from planner.cost.coded import coded
 from planner.cost.step_time import Problem
@@ -135,6 +135,14 @@ def test_the_zero_bubble_schedule_is_taken_where_it_fits(monkeypatch):
     plain, split = (least[code(name)] for name in choices.schedules)
     tight = Budget(usable=(plain + split) / 2 / float(one.cluster.memory.min()), margin=False)
     assert {f.candidate.schedule for f in search(budget=tight, choices=choices).run().ranked} == {"1f1b"}
+
+
+def test_a_v_is_taken_where_the_bubble_is_long_and_links_are_fast():
+    """On one host, with few micro-batches and enough layers, its bubble is the least."""
+    choices = Choices((1,), (4,), (1,), schedules=names(), saves=("dots",), backward=(), data_ranks=())
+    model = dataclasses.replace(MODEL, layers=32)
+    best = Search(cluster(1, 4, seed=None), model, 8, choices, CLOSED, Options()).run().ranked[0]
+    assert (best.candidate.schedule, best.candidate.chunks) == ("zb_v", 2)
 
 
 def test_sequence_parallelism_is_taken_where_memory_or_links_are_short():
