@@ -10,7 +10,9 @@ References:
     GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021
     (Megatron-LM). Eager 1F1B, with twice the warm-up so that transfers hide under compute: Zhuang et al. 2023. ZB-H1:
     Qi et al. 2023, Zero Bubble Pipeline Parallelism. ZB-V: Qi et al. 2024, Pipeline Parallelism with Controllable
-    Memory; its order of ops is that of Zero Bubble's section 6, as PyTorch's ScheduleZBVZeroBubble has it.
+    Memory; its order of ops is that of Zero Bubble's section 6, as PyTorch's ScheduleZBVZeroBubble has it. DualPipeV:
+    DeepSeek-AI 2024, DeepSeek-V3, and https://github.com/deepseek-ai/DualPipe, cut in half as in PyTorch's
+    ScheduleDualPipeV.
 """
 
 import collections
@@ -203,6 +205,25 @@ def _zb_v(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
     return lay_out(orders, chunks, overlap, place=folded)
 
 
+def _dualpipe_v(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
+    """Run the two directions of DualPipe as the two chunks of a V: in its middle part each F beside a B of the other.
+
+    A B whose W follows at once is a whole backward, but its gradient leaves before W. So the bubble is (P-1)(F+B-W) of
+    a chunk, where DeepSeek's is (P-1)(F&B+B-3W) with a whole B: there a gradient leaves after W.
+    """
+    orders, most = [], max(m, 2 * stages)
+    for s in range(stages):
+        behind = stages - s - 1
+        steps = "F0" * (2 * behind) + "F0F1" * (s + 1) + "B1W1F1" * behind
+        steps += "F0B1W1F1B0W0" * (most - stages - behind) + "B1W1F1B0W0" * behind
+        last = "10" * (s + 1)
+        steps += "".join(f"B{c}W{c}" for c in last[: s + 1]) + "".join(f"B{c}" for c in last[s + 1 :])
+        late = last[s + 1 :] + "0" * behind
+        steps += "".join(f"W{c}B0" for c in late[:behind]) + "".join(f"W{c}" for c in late[behind:])
+        orders.append(_counted(steps, m))
+    return lay_out(orders, chunks, overlap, place=folded)
+
+
 def _between(most: int) -> ScheduleSpec:
     """Return the spec of a schedule between 1f1b and eager_1f1b: the first stage has `most` micro-batches in flight.
 
@@ -362,6 +383,18 @@ SPECS: dict[str, ScheduleSpec] = {
         ops=_zb_v,
         order="alternating",
         in_flight=lambda s, p, v, m: 2 * p + 0 * s,
+        activation_slots=2,
+        gradient_slots=lambda p, m: 2,
+        splits=True,
+        interleaves=True,
+        settles=4,
+        place=folded,
+        most_chunks=2,
+    ),
+    "dualpipe_v": ScheduleSpec(
+        ops=_dualpipe_v,
+        order="alternating",
+        in_flight=lambda s, p, v, m: 2 * p + 1 + 0 * s,
         activation_slots=2,
         gradient_slots=lambda p, m: 2,
         splits=True,

@@ -156,6 +156,7 @@ COVERING = [
     config((1, 2, 4), sequence=True, schedule="zb_h1"),
     config((2, 2, 2), 12, schedule="zb_v", virtual_stages=2, dropout=0.2),
     config((1, 4, 2), 14, layers=9, shape="llama untied", schedule="zb_v", virtual_stages=2, save="residuals"),
+    config((2, 2, 2), 16, shape="llama untied", schedule="dualpipe_v", virtual_stages=2),
     config((2, 2, 2), sequence=True, schedule="interleaved_1f1b", virtual_stages=2, save="residuals", shape="llama"),
     config((1, 4, 2), sequence=True, schedule="gpipe", layers=8, pipe_layers="2,3,2,1"),
 ]
@@ -222,6 +223,7 @@ OVERLAPPED = [
     config((1, 4, 2), 12, schedule="gpipe", save="residuals"),
     config((2, 2, 1), 16, schedule="1f1b", save="inputs"),
     config((1, 3, 1), 12, layers=6, schedule="zb_v", virtual_stages=2),
+    config((1, 3, 1), 12, layers=6, schedule="dualpipe_v", virtual_stages=2),
     config((2, 2, 1), 16, shape="gpt2 untied", schedule="zb_v", virtual_stages=2),
 ]
 

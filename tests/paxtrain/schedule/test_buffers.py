@@ -16,7 +16,7 @@ from paxtrain.schedule.stage_map import folded, in_turn
 from paxtrain.schedule.table import ALONG, BETWEEN, UNDER
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
-FOLDED = ("zb_v",)
+FOLDED = ("zb_v", "dualpipe_v")
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
 SHAPES += [(name, stages, 2) for name in FOLDED for stages in range(2, 9)]
@@ -249,6 +249,8 @@ def test_depths(name, stages, chunks, overlap):
             assert max(buffers.activation_depth, buffers.gradient_depth) <= 1
         elif name == "zb_v":  # of chunks of half a stage
             assert buffers.residual_depth == 2 * min(m, stages)
+        elif name == "dualpipe_v":  # DeepSeek has PP + 1 for PP virtual stages
+            assert buffers.residual_depth == min(2 * m, 2 * stages + 1)
         elif m % stages == 0:
             assert buffers.residual_depth == min(m * chunks, 2 * (stages - 1) + (chunks - 1) * stages + 1)
 

@@ -12,7 +12,7 @@ from paxtrain.schedule.stage_map import folded, in_turn
 from paxtrain.schedule.table import IDLE
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
-FOLDED = ("zb_v",)
+FOLDED = ("zb_v", "dualpipe_v")
 # (name, stages, chunks); every number of micro-batches from 1 to 20 is tried for each.
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
@@ -166,6 +166,9 @@ def test_micro_batches_in_flight(name, stages, chunks, overlap):
         elif name == "zb_v":  # the same, of chunks of half a stage
             assert found.max() == 2 * min(m, stages)
             continue
+        elif name == "dualpipe_v":  # and one more
+            assert found.max() == min(2 * m, 2 * stages + 1)
+            continue
         elif m % stages == 0:
             expected = np.minimum(m * chunks, 2 * after + (chunks - 1) * stages + 1)
         else:
@@ -259,3 +262,14 @@ def test_no_stage_of_a_v_idles(stages):
         np.testing.assert_array_equal(last + 1 - first, 6 * m)
         np.testing.assert_array_equal(first, np.arange(stages))
         assert makespan(build("zb_v", stages, m, 2), 1, 1, weights=1) == 6 * m + stages - 1
+
+
+@pytest.mark.parametrize(("forward", "backward", "weights"), [(1, 1, 1), (4, 5, 3), (2, 2, 2), (3, 3, 1), (5, 6, 5)])
+def test_the_bubble_of_dualpipe_v(forward, backward, weights):
+    """(P-1)(F&B+B-3W) of DeepSeek's with F&B = F+B and B whole, less the W before which a gradient leaves here."""
+    work = 2 * (forward + backward + weights)
+    for stages in (2, 3, 4):
+        found = makespan(build("dualpipe_v", stages, 3 * stages, 2), forward, backward, weights=weights)
+        assert found - 3 * stages * work == (stages - 1) * (forward + backward - weights)
+        whole = backward + weights
+        assert found - 3 * stages * work <= (stages - 1) * (forward + whole + whole - 3 * weights)

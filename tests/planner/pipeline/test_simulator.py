@@ -13,6 +13,7 @@ from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
 from planner.pipeline.simulator import Seconds, concatenate, pipeline, take, timeline
 
+FOLDED = ("zb_v", "dualpipe_v")
 TABLES = [
     *[
         Table(name, p, m)
@@ -23,6 +24,7 @@ TABLES = [
     *[Table(name, 3, 11, 1, kind) for name in ("eager_1f1b", "1f1b", "zb_h1") for kind in ("epilogue", "all")],
     Table("interleaved_1f1b", 3, 31, 2, "epilogue"),
     *[Table("zb_v", p, m, 2) for p, m in ((2, 4), (3, 7), (4, 50))],
+    *[Table("dualpipe_v", p, m, 2) for p, m in ((2, 5), (3, 40))],
     Table("zb_v", 3, 41, 2, first=13),
     # Links of which some compress.
     Table("1f1b", 3, 11, 1, "all", (1,)),
@@ -57,13 +59,13 @@ def drawn(table: Table, batch: int = 3, seed: int = 0) -> Seconds:
 
 
 def virtual_of(schedule, stage: int, chunk: int) -> int:
-    back = schedule.name == "zb_v" and chunk == 1
+    back = schedule.name in FOLDED and chunk == 1
     return chunk * schedule.stages + (schedule.stages - 1 - stage if back else stage)
 
 
 def way(a: int, b: int, schedule, s: Seconds, kind: str) -> np.ndarray:
     """Return the seconds [batch] of a message of stage a to b; those to the next stage are as long for both kinds."""
-    if schedule.name == "zb_v":
+    if schedule.name in FOLDED:
         return 0 * s.head if a == b else (s.activation if b == a + 1 else s.gradient)[:, a]
     return getattr(s, kind)[:, a]
 
@@ -96,7 +98,7 @@ def has_head(schedule, t: int) -> bool:
 
 
 def loss_stage(schedule) -> int:
-    return 0 if schedule.name == "zb_v" else schedule.stages - 1
+    return 0 if schedule.name in FOLDED else schedule.stages - 1
 
 
 def replayed(table: Table, s: Seconds, i: int) -> list[float]:
@@ -160,7 +162,7 @@ def order_of_blocking_ops(schedule) -> list[tuple[str, int]]:
 
 def each_way(schedule, pairs: list[tuple[int, int]], first: int) -> list[list[tuple[int, int]]]:
     """Return pairs that one transfer each moves: folded, first those of the way that chunks in turn take."""
-    if schedule.name != "zb_v":
+    if schedule.name not in FOLDED:
         return [pairs]
     return [[(a, b) for a, b in pairs if b - a == first], [(a, b) for a, b in pairs if b - a == -first]]
 
@@ -268,7 +270,7 @@ def test_monotone_in_every_duration_and_above_every_stages_work(table, overlap, 
         longer.flat[rng.integers(longer.size)] += 0.3
         more = pipeline(table, Seconds(**{**vars(s), name: longer}), overlap)
         assert (more >= base - 1e-12 * base).all(), name
-    each = (s.forward + s.backward + s.weights * (table.schedule in ("zb_h1", "zb_v")))[0]
+    each = (s.forward + s.backward + s.weights * (table.schedule in ("zb_h1", *FOLDED)))[0]
     on = [[virtual_of(table.plan(overlap), p, v) for p in range(table.stages)] for v in range(table.chunks)]
     work = (table.micro_batches - table.first) * each[np.array(on)].sum(axis=0)
     assert (base[0] >= work + s.start[0] - 1e-9).all()
@@ -286,7 +288,7 @@ def test_the_timeline_is_the_same_run(table):
         assert all(a.end <= b.begin + 1e-12 for a, b in zip(mine, mine[1:]))
     real = [e for e in events if e.what == "H"]
     assert len(real) == table.micro_batches - table.first
-    for what in "FBW" if table.schedule in ("zb_h1", "zb_v") else "FB":
+    for what in "FBW" if table.schedule in ("zb_h1", *FOLDED) else "FB":
         virtual = {e.virtual_stage for e in events if e.what == what}
         assert virtual == set(range(table.stages * table.chunks))
 
