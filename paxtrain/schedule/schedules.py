@@ -259,7 +259,7 @@ def _from_file(path: str) -> ScheduleSpec:
     def ops(p: int, v: int, micro_batches: int, overlap: bool) -> Ops:
         if (p, v, micro_batches) != size:
             raise ValueError(f"{path} has {stages} stages of {chunks} chunks and {m} micro-batches")
-        return lay_out(found.orders, chunks, overlap)
+        return lay_out(found.orders, chunks, overlap, place=found.place)
 
     spec = ScheduleSpec(
         ops=ops,
@@ -271,9 +271,10 @@ def _from_file(path: str) -> ScheduleSpec:
         interleaves=chunks > 1,
         settles=m,
         size=size,
+        place=found.place,
     )
     tables = [
-        Schedule(path, *size, *ops(*size, overlap), masked=False, travel=spec.travel(overlap))
+        Schedule(path, *size, *ops(*size, overlap), masked=False, travel=spec.travel(overlap), place=found.place)
         for overlap in (True, False)
     ]
     assigned = [buffers.assign(table) for table in tables]

@@ -1,8 +1,10 @@
 """A schedule from a file: CSV with a line for each stage and a cell for each step, as PyTorch's pipelining writes it.
 
 A cell is the number of the virtual stage, a letter and the number of the micro-batch: 0F3, 0B3, or 0I3 and 0W3 if the
-backward is split; an empty cell is a step in which the stage waits. Virtual stages are dealt out in turn: with P lines,
-virtual stage q is on line q mod P. Only the order of each line's cells counts; `row_layout.lay_out` makes the rows.
+backward is split; an empty cell is a step in which the stage waits. A cell with brackets, (0F3;7B0)OVERLAP_F_B, has
+several ops. Virtual stages are dealt out in turn, virtual stage q on line q mod P of P, or in the shape of a V: if the
+last line has virtual stage P, chunks run to the last line and back. Only the order of each line's cells counts;
+`row_layout.lay_out` makes the rows.
 
 References:
     torch.distributed.pipelining, the "compute_only" format of `_PipelineScheduleRuntime._load_csv`.
@@ -12,13 +14,16 @@ import csv
 import dataclasses
 import pathlib
 import re
+from collections.abc import Callable
 
 import numpy as np
 
 from paxtrain.schedule.row_layout import Op
+from paxtrain.schedule.stage_map import StageMap, folded, in_turn
 from paxtrain.schedule.table import Schedule
 
 _CELL = re.compile(r"(\d{1,7})([FBIW])(\d{1,7})", re.ASCII)
+_SEVERAL = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 OpKey = tuple[str, int, int]  # phase, virtual stage, micro-batch
 
 
@@ -31,12 +36,14 @@ class Orders:
         chunks: virtual stages per stage.
         micro_batches: number of micro-batches.
         splits: whether the backward runs as B and W.
+        place: (P, chunks) -> stages of all virtual stages.
     """
 
     orders: list[list[Op]]
     chunks: int
     micro_batches: int
     splits: bool
+    place: Callable[[int, int], StageMap]
 
     @property
     def in_flight(self) -> np.ndarray:
@@ -59,12 +66,13 @@ def _cells(path: pathlib.Path) -> list[list[tuple[str, OpKey]]]:
     for number, line in enumerate(lines, 1):
         ops: list[tuple[str, OpKey]] = []
         for column, cell in enumerate(line, 1):
-            text, place = cell.strip(), f"{path}, line {number}, cell {column}"
-            match = _CELL.fullmatch(text)
-            if text and not match:
-                raise ValueError(f"{place}: {text!r} is no op; cells are such as 0F3, 0B3, 0I3 or 0W3, or empty")
-            if match:
-                ops.append((f"{place} ({text})", (match[2], int(match[1]), int(match[3]))))
+            several = _SEVERAL.fullmatch(cell.strip())
+            for text in map(str.strip, several[1].split(";") if several else [cell]):
+                place, match = f"{path}, line {number}, cell {column}", _CELL.fullmatch(text)
+                if text and not match:
+                    raise ValueError(f"{place}: {text!r} is no op; cells are such as 0F3, 0B3, 0I3 or 0W3, or empty")
+                if match:
+                    ops.append((f"{place} ({text})", (match[2], int(match[1]), int(match[3]))))
         if line:
             found.append(ops)
     if not any(found):
@@ -72,8 +80,8 @@ def _cells(path: pathlib.Path) -> list[list[tuple[str, OpKey]]]:
     return found
 
 
-def _check_complete(path: pathlib.Path, lines: list[list[tuple[str, OpKey]]]) -> tuple[int, int, bool]:
-    """Return the numbers of chunks and micro-batches and whether the backward is split; every op is there once."""
+def _check_complete(path: pathlib.Path, lines: list[list[tuple[str, OpKey]]]) -> tuple[StageMap, int, bool]:
+    """Return the stage map, number of micro-batches and whether the backward is split; every op is there once."""
     stages = len(lines)
     where: dict[OpKey, str] = {}
     keys = [key for line in lines for _, key in line]
@@ -82,11 +90,13 @@ def _check_complete(path: pathlib.Path, lines: list[list[tuple[str, OpKey]]]) ->
         raise ValueError(
             f"{path} has {stages} lines, but the virtual stages 0 to {virtual - 1}; as many on each line would work"
         )
+    back = any(q == stages > 1 for _, (_, q, _) in lines[-1])
+    stage_map = (folded if back else in_turn)(stages, virtual // stages)
     splits = any(phase in "IW" for phase, *_ in keys)
     for stage, line in enumerate(lines):
         for place, (phase, q, mb) in line:
-            if q % stages != stage:
-                raise ValueError(f"{place}: virtual stage {q} belongs on line {q % stages + 1} of {stages}")
+            if (own := stage_map.stage_of[q]) != stage:
+                raise ValueError(f"{place}: virtual stage {q} belongs on line {own + 1} of {stages}")
             for part in "IW" if splits and phase == "B" else phase:
                 if (part, q, mb) in where:
                     raise ValueError(f"{place}: the op is there already, at {where[part, q, mb]}")
@@ -95,9 +105,9 @@ def _check_complete(path: pathlib.Path, lines: list[list[tuple[str, OpKey]]]) ->
         for mb in range(micro_batches):
             for phase in "FIW" if splits else "FB":
                 if (phase, q, mb) not in where:
-                    place = f"{path}, line {q % stages + 1}"
+                    place = f"{path}, line {stage_map.stage_of[q] + 1}"
                     raise ValueError(f"{place}: {q}{phase}{mb} is missing; every op has to be there once")
-    return virtual // stages, micro_batches, splits
+    return stage_map, micro_batches, splits
 
 
 def _check_order(lines: list[list[tuple[str, OpKey]]], last: int) -> None:
@@ -136,8 +146,8 @@ def load(path: str) -> Orders:
     """
     file = pathlib.Path(path)
     lines = _cells(file)
-    chunks, micro_batches, splits = _check_complete(file, lines)
-    _check_order(lines, chunks * len(lines) - 1)
+    stage_map, micro_batches, splits = _check_complete(file, lines)
+    _check_order(lines, stage_map.chunks * len(lines) - 1)
     orders: list[list[Op]] = []
     for line in lines:
         order: list[Op] = []
@@ -147,7 +157,7 @@ def load(path: str) -> Orders:
             if splits and phase == "B":
                 order.append(("W", mb, chunk))
         orders.append(order)
-    return Orders(orders, chunks, micro_batches, splits)
+    return Orders(orders, stage_map.chunks, micro_batches, splits, folded if stage_map.folded else in_turn)
 
 
 def text(schedule: Schedule) -> str:

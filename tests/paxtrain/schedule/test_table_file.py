@@ -25,6 +25,17 @@ TORCH_SPLIT = (
 )
 
 
+# PyTorch's order of ScheduleZBVZeroBubble, and of ScheduleDualPipeV, whose cells may have a forward and a backward.
+TORCH_ZBV = (
+    "0F0,0F1,0F2,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,3F2,3I2,3W2,0I1,0W1,0I2,0W2\n"
+    ",1F0,2F0,1F1,2F1,2I0,2W0,1F2,1I0,1W0,2F2,2I1,2W1,1I1,2I2,1I2,1W1,2W2,1W2\n"
+)
+TORCH_DUALPIPEV = (
+    "0F0,0F1,0F2,3F0,3I0,3W0,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,3B3,0I2,0W2,0I3,0W3\n"
+    "1F0,2F0,1F1,2F1,1F2,2B0,(2F2;1B0)OVERLAP_F_B,(1F3;2B1)OVERLAP_F_B,(2F3;1B1)OVERLAP_F_B,2B2,1B2,2I3,1I3,2W3,1W3\n"
+)
+
+
 def config(schedule: str, pipe: int = 2, micro_batches: int = 3, chunks: int = 1):
     return from_dict(
         {
@@ -65,10 +76,10 @@ def test_whole_and_split_backwards_in_one_file_make_the_right_gradients(tmp_path
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(one).max())
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "eager_1f1b"])
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "eager_1f1b", "zb_v"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_table_written_and_read_is_the_same(tmp_path, name, overlap):
-    chunks = 2 if name == "interleaved_1f1b" else 1
+    chunks = 2 if name in ("interleaved_1f1b", "zb_v") else 1
     table = build(name, 4, 8, chunks, overlap)
     path = written(tmp_path, table_file.text(table))
     again = build(path, 4, 8, chunks, overlap)
@@ -76,6 +87,18 @@ def test_a_table_written_and_read_is_the_same(tmp_path, name, overlap):
         for phase in ("forward", "backward", "weights", "forward_chunk", "backward_chunk", "weights_chunk"):
             np.testing.assert_array_equal(getattr(again, phase), getattr(table, phase))
     assert [again.row_of.keys() == table.row_of.keys(), again.splits] == [True, table.splits]
+    assert again.stage_map == table.stage_map
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "m"), [(TORCH_ZBV, "zb_v", 3), (TORCH_DUALPIPEV, "dualpipe_v", 4)], ids=["ZBV", "DualPipeV"]
+)
+def test_v_shaped_files_are_those_of_pytorch(tmp_path, text, name, m):
+    read, table = build(written(tmp_path, text), 2, m, 2), build(name, 2, m, 2)
+    assert read.stage_map.stage_of == (0, 1, 1, 0)
+    np.testing.assert_array_equal(read.forward, table.forward)
+    np.testing.assert_array_equal(read.backward_chunk, table.backward_chunk)
+    np.testing.assert_array_equal(read.weights, table.weights)
 
 
 def test_it_is_simulated_and_drawn(tmp_path):
@@ -100,6 +123,8 @@ def test_it_is_simulated_and_drawn(tmp_path):
         (TORCH_1F1B + "2F0,2B0\n", "line 3", "2F1 is missing"),
         (TORCH_1F1B + "1F0,1B0\n", "mine.csv has 3 lines", "as many on each line"),
         (TORCH_1F1B.replace("1F0", "0F0"), "line 2, cell 2", "belongs on line 1"),
+        (TORCH_ZBV.replace("2F0", "3F0"), "line 2, cell 3", "belongs on line 1"),
+        (TORCH_DUALPIPEV.replace("0F3;3B1", "0F3;3X1"), "line 1, cell 8", "is no op"),
         (TORCH_1F1B.replace("0F1", "0F0"), "line 1, cell 2", "there already"),
         (TORCH_1F1B.replace("0F1", "0X1"), "line 1, cell 2", "is no op"),
         (TORCH_1F1B.replace("0F1", "\u0660F\u0661"), "line 1, cell 2", "is no op"),
