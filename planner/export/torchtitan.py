@@ -13,7 +13,13 @@ from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from planner.export.exported import Exported, common, mesh_ranks
 
-_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
+_SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "zb_v": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
+}
 _RECOMPUTED = {"inputs": "FullAC", "layer_inputs": "FullAC", "dots": "SelectiveAC", "residuals": None}
 _MODEL = """
 

@@ -162,6 +162,8 @@ def test_what_megatron_does_otherwise_is_told():
     eager = megatron.export(plan(schedule="eager_1f1b", save="dots"), MODEL, (8,) * 4).inexpressible
     folded = megatron.export(plan(schedule="zb_v", virtual_stages=2, save="dots"), MODEL, (4,) * 8).inexpressible
     assert any("interleaved 1F1B instead of zb_v" in line for line in folded)
+    runs = torchtitan.export(plan(schedule="zb_v", virtual_stages=2, save="dots"), MODEL, (4,) * 8)
+    assert runs.schedule == "zb_v" and any("ZBVZeroBubble" in text for text in runs.files.values())
     assert any("1F1B instead of eager_1f1b" in words for words in eager) and any(
         "save=dots" in words for words in eager
     )
