@@ -5,7 +5,6 @@ python -m experiments.environment SCRIPT... makes those of some scripts.
 
 import dataclasses
 import hashlib
-import os
 import pathlib
 import re
 import shutil
@@ -14,6 +13,7 @@ import sys
 import tomllib
 from typing import Any
 
+from paxtrain import files
 from paxtrain.errors import UserError
 
 
@@ -43,9 +43,8 @@ class Environment:
     @property
     def folder(self) -> pathlib.Path:
         """Return where the environment is, or will be."""
-        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         what = f"{self._version} {self.dependencies}"
-        return cache / "paxtrain" / f"{self.name or self.script.stem}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+        return files.cache_folder(f"{self.name or self.script.stem}-{hashlib.sha256(what.encode()).hexdigest()[:12]}")
 
     @property
     def python(self) -> pathlib.Path | None:

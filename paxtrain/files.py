@@ -1,6 +1,7 @@
 """Files: written so that a crash leaves the old or the new, never half of each; JSON of users, read or refused."""
 
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
@@ -113,6 +114,31 @@ def write(path: str | pathlib.Path, content: str | bytes) -> None:
             return
     with replacing(path) as new:
         new.write_bytes(content)
+
+
+def cache_folder(name: str) -> pathlib.Path:
+    """Return one of this project's folders in the user's cache, XDG_CACHE_HOME or ~/.cache; it need not be there."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "paxtrain" / name
+
+
+def keep(path: pathlib.Path, content: str) -> None:
+    """Write a file of a cache, whole or not at all, because other processes read it; if that fails, do nothing."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, content)
+
+
+def fingerprint(*sources: str) -> str:
+    """Return a fingerprint of some of this project's code.
+
+    Args:
+        sources: paths of modules and of folders with all their modules, from the project's root.
+    """
+    root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
+    for source in sources:
+        for path in sorted((root / source).rglob("*.py")) or [root / source]:
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def sync_tree(folder: str | pathlib.Path) -> None:

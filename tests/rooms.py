@@ -35,6 +35,7 @@ _TABLE = {
     "paxtrain": "paxtrain/config paxtrain/parallel paxtrain/process paxtrain/run paxtrain/schedule",
     "planner/cluster": "paxtrain/config paxtrain/devices",
     "planner/pipeline": "paxtrain/schedule",
+    "planner/program": "paxtrain/config paxtrain/model paxtrain/pipeline paxtrain/process paxtrain/xla",
     "planner/cost": (
         "compress compress/codecs paxtrain/config paxtrain/model paxtrain/schedule planner/cluster planner/pipeline"
     ),

@@ -29,6 +29,8 @@ class SplitBackward:
         leaves: shapes of the values that wait for W: the residuals of F, then those values of B that find no place
             among them.
         late: numbers of the weights (leaves of their tree) whose gradients W computes. B computes all others.
+        input_equations: equations of B.
+        weight_equations: equations of W; some of B's, which W runs again, are among them.
 
     Raises:
         AssertionError: W would have a collective.
@@ -86,15 +88,15 @@ class SplitBackward:
         self._left = list(left)
         self.late = tuple(n for n, a in enumerate(self._gradients) if maker.get(a) in late)
         early = [a for n, a in enumerate(self._gradients) if n not in self.late]
-        self._b = [equations[i] for i in sorted(needed([self._out, *early, *self._left]))]
+        self.input_equations = [equations[i] for i in sorted(needed([self._out, *early, *self._left]))]
         of_weights = [self._gradients[n] for n in self.late]
-        self._w_equations = [equations[i] for i in sorted(late | again)]
-        self._w = WeightProducts(self._w_equations, of_weights, [])
+        self.weight_equations = [equations[i] for i in sorted(late | again)]
+        self._w = WeightProducts(self.weight_equations, of_weights, [])
 
     def _place(self, kept: list[jax.ShapeDtypeStruct]) -> None:
         """Assign a leaf to each value that B leaves."""
         read = {
-            atom for equation in self._w_equations for atom in equation.invars if not isinstance(atom, core.Literal)
+            atom for equation in self.weight_equations for atom in equation.invars if not isinstance(atom, core.Literal)
         }
         free = [n for n, variable in enumerate(self._kept) if variable not in read]
         self.leaves, self._places = list(kept), []
@@ -127,7 +129,7 @@ class SplitBackward:
         values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
         values |= dict(zip(self._kept, leaves))
         values[self._g] = g
-        run(self._b, values)
+        run(self.input_equations, values)
         early = {n: value(values, a) for n, a in enumerate(self._gradients) if n not in self.late}
         left = {place: values[variable] for place, variable in zip(self._places, self._left, strict=True)}
         # B reads some of the places that it overwrites. The barrier orders the writes after the reads; without it XLA

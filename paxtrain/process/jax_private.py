@@ -4,13 +4,15 @@ No other module of the packages imports `jax._src`, and of the tests only `tests
 of these names, this module and its test are the only ones to change.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax._src import cache_key, clusters, compiler, distributed
+from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.lib import _jax
 
 
@@ -115,3 +117,26 @@ def compile_options(devices: Sequence[jax.Device]) -> Any:
     """
     ids = np.array([[device.id for device in devices]])
     return compiler.get_compile_options(1, ids.size, ids, backend=devices[0].client)
+
+
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Trace cuDNN's attention in the block as on a current GPU, also on a machine that has neither.
+
+    `jax.nn.dot_product_attention` asks for the library and the GPU when it is traced, although only compiling needs
+    them. To ask for the GPU it would also create the backend.
+    """
+    module = fused_attention_stablehlo
+    stand_ins = {
+        "check_cudnn_version": lambda: 91100,
+        "check_compute_capability": lambda capability: True,
+        "is_cuda_compute_capability_equal": lambda capability: False,
+    }
+    before = {name: getattr(module, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        setattr(module, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            setattr(module, name, own)

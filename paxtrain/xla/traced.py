@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-# By the names of jax's primitives; ranks of an axis give their values to each other in no others.
-_KINDS = {
+# Kinds by the names of jax's primitives; ranks of an axis give their values to each other in no others.
+KINDS = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
     "pmax": "all-reduce",
@@ -85,12 +85,12 @@ def _within(jaxpr: Any, place: _Scope, platform: str) -> Iterator[TracedCollecti
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         here = place.inside(str(equation.source_info.name_stack))
-        if name in _KINDS:
+        if name in KINDS:
             yield _collective(equation, here)
         elif name == "cond":
-            branches = _branches(params, platform)
-            for branch in branches:
-                yield from _within(branch.jaxpr, here.inside(certain=len(branches) == 1), platform)
+            possible = branches(params, platform)
+            for branch in possible:
+                yield from _within(branch.jaxpr, here.inside(certain=len(possible) == 1), platform)
         elif name == "scan":
             turns = here.inside("while", "body", turns=params["length"])
             yield from _within(params["jaxpr"].jaxpr, turns, platform)
@@ -105,7 +105,7 @@ def _within(jaxpr: Any, place: _Scope, platform: str) -> Iterator[TracedCollecti
                 yield from _within(inner, here, platform)
 
 
-def _branches(params: Mapping[str, Any], platform: str) -> Sequence[Any]:
+def branches(params: Mapping[str, Any], platform: str) -> Sequence[Any]:
     """Return the branches of a conditional that can run: all, or the platform's if it is one over platforms."""
     platforms = params.get("branches_platforms")
     if platforms is None:
@@ -116,7 +116,7 @@ def _branches(params: Mapping[str, Any], platform: str) -> Sequence[Any]:
 
 def _collective(equation: Any, place: _Scope) -> TracedCollective:
     """Return the collective of an equation."""
-    params, kind = equation.params, _KINDS[equation.primitive.name]
+    params, kind = equation.params, KINDS[equation.primitive.name]
     named = params.get("axes", params.get("axis_name"))
     axes = named if isinstance(named, tuple) else (named,)
     rows = _groups(place.sizes, axes, params.get("axis_index_groups"))

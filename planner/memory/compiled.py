@@ -65,12 +65,7 @@ class CompileRequest(NamedTuple):
 @functools.cache
 def _sources() -> str:
     """Return a fingerprint of the code that makes the step."""
-    digest = hashlib.sha256()
-    root = pathlib.Path(__file__).parents[2]
-    for package in ("compress", "paxtrain"):
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
+    return files.fingerprint("compress", "paxtrain")
 
 
 def program(config: Config) -> dict[str, Any]:
@@ -102,8 +97,7 @@ def _cache_file(request: CompileRequest) -> pathlib.Path:
         _sources(),
     ]
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(root) / "paxtrain" / "oracle" / f"{name}.json"
+    return files.cache_folder("oracle") / f"{name}.json"
 
 
 def _load(path: pathlib.Path) -> OracleMemory | None:
@@ -111,15 +105,6 @@ def _load(path: pathlib.Path) -> OracleMemory | None:
         return OracleMemory(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # not there yet, or damaged: compiled again
         return None
-
-
-def _save(path: pathlib.Path, memory: OracleMemory) -> None:
-    """Write the file whole or not at all, because other processes read it; keep nothing if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, json.dumps(dataclasses.asdict(memory)))
-    except OSError:
-        return
 
 
 def cached(request: CompileRequest) -> OracleMemory | None:
@@ -143,7 +128,7 @@ def oracle(config: Config, kind: str, hosts: int, per_host: int) -> OracleMemory
     request = CompileRequest(config, kind, hosts, per_host)
     path = _cache_file(request)
     memory = _load(path) or _compile(request)
-    _save(path, memory)
+    files.keep(path, json.dumps(dataclasses.asdict(memory)))
     return memory
 
 

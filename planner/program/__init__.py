@@ -1,0 +1,6 @@
+"""What a layer's own program does: its products, its collectives, and the bytes that F keeps for B.
+
+layer_program.py    the record
+cache.py            the programs by model and sizes, kept on disk; imports no jax unless one has to be read
+reading.py          reads one from the traced functions of the model, without devices
+"""

@@ -1,0 +1,82 @@
+"""The programs of layers, kept on disk under a name that stands for everything that they follow from.
+
+Reading one takes a tenth of a second, and jax.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+from typing import Any
+
+from paxtrain import files
+from paxtrain.config import ModelConfig
+from paxtrain.errors import UserError
+from planner.program.layer_program import Bytes, LayerCollective, LayerProgram, MatrixProduct, Work
+
+_SOURCES = ("compress/collectives.py", "paxtrain/model", "paxtrain/pipeline")
+
+
+@functools.lru_cache(maxsize=4096)
+def layer_program(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) -> LayerProgram:
+    """Return the program of a model's layers.
+
+    Args:
+        model: model whose attention is settled, see ModelConfig.with_attention.
+        tensor: size of the tensor axis; it divides the model.
+        sequence_parallel: MeshConfig.sequence_parallel.
+        save: PipelineConfig.save, except "inputs", which keeps nothing of a layer; its F and B are those of
+            "residuals", and F runs twice.
+
+    Raises:
+        UserError: tensor does not divide the model.
+    """
+    sizes = model.split_sizes | {"sequence": model.sequence if sequence_parallel else tensor, "padded_vocab": tensor}
+    if wrong := [f"model.{name}={size}" for name, size in sizes.items() if size % tensor]:
+        raise UserError(f"a tensor axis of {tensor} devices cannot split {' and '.join(wrong)}; a divisor could")
+    # All layers are alike.
+    return _program(dataclasses.replace(model, layers=1), int(tensor), bool(sequence_parallel) and tensor > 1, save)
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) -> LayerProgram:
+    version = importlib.metadata.version("jax")
+    key = [dataclasses.asdict(model), tensor, sequence_parallel, save, version, _fingerprint()]
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    path = files.cache_folder("programs") / f"{name}.json"
+    try:
+        stored = json.loads(path.read_text())
+        if stored["digest"] == _digest(stored["program"]):
+            return _parse(stored["program"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # not there yet, damaged, or of somebody else
+        pass
+    from planner.program import reading  # here, since it imports jax, which takes long
+
+    found = reading.read(model, tensor, sequence_parallel, save)
+    if not model.module:  # whose source may change unseen
+        files.keep(path, json.dumps({"digest": _digest(found), "program": found}))
+    return found
+
+
+@functools.cache
+def _fingerprint() -> str:
+    return files.fingerprint(*_SOURCES, "planner/program")
+
+
+def _digest(program: Any) -> str:
+    return hashlib.sha256(json.dumps(program).encode()).hexdigest()
+
+
+def _parse(values: list) -> LayerProgram:
+    *works, kept, left = values
+    return LayerProgram(*map(_work, works), Bytes(*kept), Bytes(*left))
+
+
+def _work(values: list) -> Work:
+    products, attention, collectives = values
+    return Work(
+        tuple(MatrixProduct(*one) for one in products),
+        tuple(MatrixProduct(*one) for one in attention),
+        tuple(LayerCollective(kind, axis, Bytes(*size), count) for kind, axis, size, count in collectives),
+    )

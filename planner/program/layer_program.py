@@ -1,0 +1,93 @@
+"""What one layer does on one device of a tensor group, as read from its traced program, for any micro-batch."""
+
+from typing import Any, NamedTuple
+
+
+class Bytes(NamedTuple):
+    """A number of bytes for any micro-batch.
+
+    Attributes:
+        fixed: bytes that do not depend on it.
+        each: bytes of each of its sequences.
+    """
+
+    fixed: int
+    each: int
+
+    def of(self, micro_batch: Any) -> Any:
+        """Return the bytes at a micro-batch, a number or an array."""
+        return self.fixed + self.each * micro_batch
+
+
+class MatrixProduct(NamedTuple):
+    """Matrix products [M, K] x [K, N] of one shape, at a micro-batch of one sequence.
+
+    Attributes:
+        m: M.
+        n: N.
+        k: K.
+        batch: number of independent products that one kernel computes.
+        grows: name of the size that the micro-batch multiplies, or "".
+        count: number of such kernels.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    grows: str = ""
+    count: int = 1
+
+    def sizes(self, micro_batch: int) -> tuple[int, int, int, int]:
+        """Return M, N, K and the batch at a micro-batch."""
+        whole = self._replace(**{self.grows: getattr(self, self.grows) * micro_batch}) if self.grows else self
+        return whole.m, whole.n, whole.k, whole.batch
+
+
+class LayerCollective(NamedTuple):
+    """Collectives of one kind and size.
+
+    Attributes:
+        kind: name that paxtrain.xla.traced gives it.
+        axis: mesh axis.
+        bytes: bytes of one device's operand: for an all-gather its part, for a reduce-scatter all that it reduces.
+        count: number of such collectives.
+    """
+
+    kind: str
+    axis: str
+    bytes: Bytes
+    count: int = 1
+
+
+class Work(NamedTuple):
+    """What a part of a layer computes and exchanges.
+
+    Attributes:
+        products: matrix products, except those of attention.
+        attention: matrix products of attention over all scores, also those that a fused kernel computes: two in F and
+            five in B, of which one makes the scores again.
+        collectives: collectives.
+    """
+
+    products: tuple[MatrixProduct, ...]
+    attention: tuple[MatrixProduct, ...]
+    collectives: tuple[LayerCollective, ...]
+
+
+class LayerProgram(NamedTuple):
+    """One layer of a model on one device of a tensor group, in one save mode.
+
+    Attributes:
+        forward: F.
+        backward: B if W is apart from it, with what it computes again.
+        weights: W: the products that only the weights' gradients need.
+        kept: bytes that F leaves for B.
+        left: bytes that B adds to these for W, if the backward is split.
+    """
+
+    forward: Work
+    backward: Work
+    weights: Work
+    kept: Bytes
+    left: Bytes
