@@ -37,7 +37,8 @@ _TABLE = {
     "planner/pipeline": "paxtrain/schedule",
     "planner/program": "paxtrain/config paxtrain/model paxtrain/pipeline paxtrain/process paxtrain/xla",
     "planner/cost": (
-        "compress compress/codecs paxtrain/config paxtrain/model paxtrain/schedule planner/cluster planner/pipeline"
+        "compress compress/codecs paxtrain/config paxtrain/model paxtrain/schedule planner/cluster planner/pipeline "
+        "planner/program"
     ),
     "planner/memory": (
         "paxtrain/config paxtrain/model paxtrain/outer paxtrain/parallel paxtrain/schedule paxtrain/xla planner/cost"

@@ -22,6 +22,8 @@ from planner.cluster.cluster import ASSUMED, Cluster, Shares
 from planner.cluster.device_sheets import REACH, SHEETS, DeviceSheet
 from planner.cluster.products import UNKNOWN_SHAPES, ProductRates
 from planner.cost.closed_forms import ring
+from planner.program.cache import layer_program
+from planner.program.layer_program import LayerProgram, MatrixProduct
 
 LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
 # Passes of F over its [B, S, H] activations in memory besides matrix products: norms, residual sums, GELU over 4 H.
@@ -31,8 +33,8 @@ ITEM = {"bfloat16": 2, "float32": 4}
 # Passes over [B, S, H] that splitting the backward adds: W makes norms and GELU again, B writes what W needs.
 _SPLIT_PASSES = {"weights": 12, "input": 18}
 # Attention that keeps no scores in memory: share of the products' FLOP/s that it reaches on the half of the scores that
-# a causal mask leaves, and its backward over its forward, five products over two (Dao 2023, FlashAttention-2).
-_FLASH, _FLASH_BACKWARD = 0.7, 2.5
+# a causal mask leaves (Dao 2023, FlashAttention-2).
+_FLASH = 0.7
 # Other attention passes over all scores besides its products: softmax and dropout read and write them, F and B.
 _SCORE_PASSES = 4.5, 5.5
 
@@ -108,46 +110,42 @@ def launched(seconds: Numbers, launches: Numbers) -> Any:
     return (seconds**_SHARPNESS + launches**_SHARPNESS) ** (1 / _SHARPNESS)
 
 
-class _Products(NamedTuple):
-    """Seconds of products: those of F, and of B those with kernels and those for kernels; of heads and layers alike."""
-
-    forward: float
-    inputs: float
-    kernels: float
+@functools.lru_cache(maxsize=4096)
+def _seconds(rates: ProductRates, products: tuple[MatrixProduct, ...], micro_batch: int) -> float:
+    """Return the seconds of products, one after another."""
+    return sum(one.count * rates.seconds(*one.sizes(micro_batch)) for one in products)
 
 
 @functools.lru_cache(maxsize=4096)
-def _with_kernels(rates: ProductRates, tokens: int, shapes: tuple[tuple[int, int], ...]) -> _Products:
-    """Return the seconds of the products of tokens with kernels [n, k], and of their gradients."""
-    return _Products(
-        forward=sum(rates.seconds(tokens, k, n) for n, k in shapes),
-        inputs=sum(rates.seconds(tokens, n, k) for n, k in shapes),
-        kernels=sum(rates.seconds(n, k, tokens) for n, k in shapes),
-    )
+def _settled(model: ModelConfig, capability: tuple[int, int], stored_scores: bool) -> ModelConfig:
+    """Return the model with the attention that a device runs; with XLA's all scores go through memory."""
+    return dataclasses.replace(model, attention="xla") if stored_scores else model.with_attention(capability)
 
 
 def _attention(
-    model: ModelConfig, device: DeviceSheet, rates: ProductRates, tensor: int, micro_batch: int, shares: Shares
+    model: ModelConfig, program: LayerProgram, rates: ProductRates, tensor: int, micro_batch: int, shares: Shares
 ) -> tuple[float, float]:
-    """Return the seconds of attention in F and in B, if B has two products for each of F's.
+    """Return the seconds of attention in F and in B.
 
     Args:
-        model: model to train.
-        device: data sheet.
+        model: model whose attention is settled.
+        program: its layer's program.
         rates: rates of its products.
         tensor: T.
         micro_batch: sequences of a micro-batch.
-        shares: shares of the data sheet; scores go through memory if it says so, or without flash attention.
+        shares: shares of the data sheet.
     """
-    length, tokens = model.sequence, micro_batch * model.sequence
-    if shares.stored_scores or model.with_attention(device.capability).attention == "xla":
+    forward, backward = program.forward.attention, program.backward.attention
+    if model.attention == "xla":
         batch = -(-micro_batch * model.heads // tensor)
-        scores = rates.seconds(length, length, model.head_dim, batch)
-        products = scores + rates.seconds(length, model.head_dim, length, batch)
-        passes = shares.scores * batch * length**2 * rates.item / rates.memory
-        return products + _SCORE_PASSES[0] * passes, 2 * products + _SCORE_PASSES[1] * passes
-    forward = 2 * tokens * length * model.hidden / tensor / (_FLASH * rates.flops)
-    return forward, _FLASH_BACKWARD * forward
+        passes = shares.scores * batch * model.sequence**2 * rates.item / rates.memory
+        # B counts as two products for each of F's, with which the constants are fitted. By their own shapes they take
+        # up to 3% of a layer's B more or less.
+        seconds = _seconds(rates, forward, micro_batch)
+        return seconds + _SCORE_PASSES[0] * passes, 2 * seconds + _SCORE_PASSES[1] * passes
+    f, b = (sum(math.prod(one.sizes(micro_batch)) * one.count for one in products) for products in (forward, backward))
+    # Two operations for each product of numbers, and half of the scores.
+    return f / (_FLASH * rates.flops), b / (_FLASH * rates.flops)
 
 
 def sheet(
@@ -162,10 +160,9 @@ def sheet(
 ) -> LayerCosts:
     """Return the data sheet's costs.
 
-    F has the products of the tokens with a layer's kernels, 2 FLOPs a parameter of the matrices (24 H^2 for GPT-2), and
-    attention's, 4 S H a token, of which flash attention leaves out what is masked. B has two products for each of F. F
-    and B have two all-reduces of [B, S, H] over tensor each (Shoeybi et al. 2019), rings of 2(T-1)/T; or
-    reduce-scatters and all-gathers, which are halves of them (Korthikanti et al. 2022).
+    The products of F and B are read from the layer's program. Flash attention leaves out what is masked. F and B have
+    two all-reduces of [B, S, H] over tensor each (Shoeybi et al. 2019), rings of 2(T-1)/T; or reduce-scatters and
+    all-gathers, which are halves of them (Korthikanti et al. 2022).
 
     Args:
         model: model to train.
@@ -185,24 +182,28 @@ def sheet(
     reduce = _all_reduce(tensor, tokens * h * item, *inside)
     ratio, launch = shares.backward / 2, shares.layer_launch  # 1 if B takes twice as long as F
 
-    products = _with_kernels(rates, tokens, kernels(model, tensor))
-    attention, attention_backward = _attention(model, device, rates, tensor, micro_batch, shares)
+    settled = _settled(model, device.capability, shares.stored_scores)
+    program = layer_program(settled, tensor, sequence_parallel, "residuals")
+    parts = program.forward, program.backward, program.weights
+    products, of_inputs, of_kernels = (_seconds(rates, part.products, micro_batch) for part in parts)
+    attention, attention_backward = _attention(settled, program, rates, tensor, micro_batch, shares)
     # Norms and residual sums run whole on each device of a tensor group, or on parts; the wide part is split.
     once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / rates.memory
     passes = _ACTIVATION_PASSES * once
-    forward = launched(products.forward + attention + passes, launch) + 2 * reduce
-    rest = ratio * (attention_backward + 2 * passes + products.inputs)  # of B besides its products for kernels
-    backward = launched(rest + ratio * products.kernels, 2 * launch) + 2 * reduce
+    forward = launched(products + attention + passes, launch) + 2 * reduce
+    rest = ratio * (attention_backward + 2 * passes + of_inputs)  # of B besides its products for kernels
+    backward = launched(rest + ratio * of_kernels, 2 * launch) + 2 * reduce
     part = _RECOMPUTED[save]
-    again = part.products * products.forward + part.attention * attention + part.passes * passes
+    again = part.products * products + part.attention * attention + part.passes * passes
     again = launched(again, part.launches * launch) + part.collectives * reduce
     if sequence_parallel:
         again += _GATHERS.get(save, 1) * reduce / 2
-    weights = launched(ratio * products.kernels + _SPLIT_PASSES["weights"] * once, 0.5 * launch)
+    weights = launched(ratio * of_kernels + _SPLIT_PASSES["weights"] * once, 0.5 * launch)
     rest = launched(rest + _SPLIT_PASSES["input"] * once, 1.5 * launch) + 2 * reduce + again
-    logits = _with_kernels(rates, tokens, ((h, model.padded_vocab // tensor),))
+    rows = model.padded_vocab // tensor
+    logits = MatrixProduct(tokens, rows, h), MatrixProduct(tokens, h, rows), MatrixProduct(rows, h, tokens)
     traffic = 8 * tokens * model.padded_vocab / tensor * item / rates.memory
-    head = shares.head * (sum(logits) + traffic + 2 * reduce + 20 * LAUNCH)
+    head = shares.head * (_seconds(rates, logits, 1) + traffic + 2 * reduce + 20 * LAUNCH)
     embedding = 6 * tokens * h * item / rates.memory + reduce + 4 * LAUNCH
     optimizer = shares.optimizer_bytes / rates.memory
     times = (forward, backward + again, rest, weights, head, embedding, optimizer)
