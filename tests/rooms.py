@@ -41,7 +41,8 @@ _TABLE = {
         "planner/program"
     ),
     "planner/memory": (
-        "paxtrain/config paxtrain/model paxtrain/outer paxtrain/parallel paxtrain/schedule paxtrain/xla planner/cost"
+        "paxtrain/config paxtrain/model paxtrain/outer paxtrain/parallel paxtrain/schedule paxtrain/xla planner/cost "
+        "planner/program"
     ),
     "planner/placement": "paxtrain/config planner/cluster planner/cost planner/pipeline",
     "planner/search": (

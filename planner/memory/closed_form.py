@@ -1,4 +1,4 @@
-"""Memory of a train step in closed form, for many candidates at once: numpy over arrays of candidates, no jax.
+"""Memory of a train step in closed form, for many candidates at once: numpy over arrays of candidates.
 
 All stages run one program, so XLA allocates the same on every stage: rings as deep as the deepest stage needs, layer
 slots for the largest virtual stage, and the tied embedding everywhere (zeros between the ends). `analytic` says what is
@@ -18,13 +18,15 @@ import functools
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, Config, ModelConfig
+from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, ModelConfig
 from paxtrain.model.fragments import fragment_layers
 from paxtrain.model.parameters import by_names, count, table
 from paxtrain.model.spec import Parameter
 from paxtrain.schedule.schedules import code, each
 from planner.cost.coded import LOW_RANK, Coded, coded
 from planner.cost.outer import part
+from planner.program.cache import layer_program
+from planner.program.layer_program import Bytes
 
 # The share of a device's memory that a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts. cuBLAS,
 # cuDNN and NCCL take workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's default
@@ -190,60 +192,34 @@ def ring_depths(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]
     return residual * several, activation * several, gradient * several
 
 
-def kept(shape: Shape) -> dict[str, PerCandidate]:
-    """Return the bytes that the forward of one layer leaves for its backward, by save mode.
+def _of_layer(shape: Shape, save: str, name: str) -> PerCandidate:
+    """Return bytes that a layer's program gives.
 
-    They are what paxtrain.pipeline.residuals.SplitVjp keeps:
-        - activations [t, H] between the split matrices, which sequence parallelism shards, and [t, H/T] inside of them;
-        - softmax sums or, with XLA's attention and everything saved, its [S, S] probabilities;
-        - with everything saved, the inputs of all matrices, of which those behind a norm are always whole, the norms'
-          statistics, and what dropout needs;
-        - if documents are apart, their beginnings [t] or, with flash attention and everything saved, the mask
-          [B, S, S].
-
-    The save mode "inputs" keeps nothing of a layer. The figures are those of jax 0.10; later versions keep up to a
-    tenth less if everything is saved.
+    Args:
+        shape: candidates.
+        save: PipelineConfig.save, but "inputs".
+        name: field of the program.
     """
-    model, c, t = shape.model, shape.compute, shape.tokens
-    part, drop = model.hidden / shape.tensor, model.residual_dropout > 0
-    between = model.hidden / shape.parts
-    sums = 4 * t * model.heads / shape.tensor
-    flash, llama = model.attention == "cudnn", model.family == "llama"
-    up = 2 * model.ffn if llama else model.ffn
-    wide = (2 * model.hidden + 2 * model.key_value + up) / shape.tensor  # queries, keys, values, context, up
-    dots = t * c * (2 * between + wide + flash * part) + sums * flash
-    everything = t * c * (2 * between + 2 * model.hidden + wide + model.ffn / shape.tensor)
-    everything = (
-        everything + 4 * t * (2 if llama else 4) / shape.parts
-    )  # of each norm the rate, and of GPT-2's the mean
-    everything = everything + drop * 2 * t * (c + 1) * between
-    everything = everything + llama * 16 * model.sequence * model.head_dim  # cosines and sines
-    everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
-    apart = model.separator >= 0
-    everything = everything + (apart and flash) * t * c * model.sequence
-    everything = everything + 16  # single numbers, such as an activation's factors
-    return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * between + apart * 4 * t, "residuals": everything}
+    tensor, sequence, batch = _columns(shape.tensor, shape.sequence_parallel, shape.micro_batch)
+    found = np.zeros(tensor.shape)
+    for one, splits in set(zip(tensor.ravel().tolist(), sequence.ravel().tolist())):
+        size: Bytes = getattr(layer_program(shape.model, one, splits == 1, save), name)
+        found = np.where((tensor == one) & (sequence == splits), size.of(batch), found)
+    return found
+
+
+def kept(shape: Shape) -> dict[str, PerCandidate]:
+    """Return the bytes that the forward of one layer leaves for its backward, by save mode; "inputs" keeps nothing."""
+    return {save: _of_layer(shape, save, "kept") for save in ("dots", "layer_inputs", "residuals")}
 
 
 def left(shape: Shape) -> dict[str, PerCandidate]:
     """Return the bytes that B of one layer adds to `kept` for W, by save mode, if the backward is split.
 
     B leaves the gradients of what the layer's matrices make. paxtrain.pipeline.split_backward puts some of them in the
-    place of what F keeps and W does not read; the others add to the ring. With matrix products saved, the gradients of
-    queries, keys and values find a place. With everything saved, those of what out, up and down make do, but with
-    sequence parallelism F keeps no whole array that W does not read. With matrix products saved B then also leaves for
-    W what it has gathered.
+    place of what F keeps and W does not read; the others add to the ring.
     """
-    model, tensor, one = shape.model, np.asarray(shape.tensor), shape.tokens * shape.compute
-    whole, part = model.hidden, model.hidden / tensor
-    sequence = np.asarray(shape.sequence_parallel) == 1
-    ends = 2 * whole * sequence  # of out and down
-    dots = 2 * whole * (1 + sequence)
-    if model.family == "llama":
-        up = 2 * model.ffn / tensor
-        queries = np.where((model.residual_dropout > 0) & (tensor == 1), 0, part)  # dropout keeps more of their shape
-        return {"dots": one * (dots + up), "residuals": one * (ends + queries + 2 * model.key_value / tensor)}
-    return {"dots": one * (dots + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
+    return {save: _of_layer(shape, save, "left") for save in SPLIT_SAVES}
 
 
 def _meets(shape: Shape) -> PerCandidate:
@@ -447,7 +423,8 @@ def analytic(shape: Shape) -> Memory:
     adds = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) > 1)
     layer = kept(shape)
     splits = each(shape.schedule, lambda spec: spec.splits) & (np.asarray(shape.pipe) > 1)
-    layer |= {mode: layer[mode] + splits * more for mode, more in left(shape).items()}
+    if np.any(splits):
+        layer |= {mode: layer[mode] + splits * more for mode, more in left(shape).items()}
     layer["residuals"] = np.where(np.asarray(shape.pipe) == 1, _fused(shape), layer["residuals"])  # no ring
     modes = [shape.save == SAVE_MODES.index(name) for name in layer]
     of_stage = np.select(modes, [shape.slots * x for x in layer.values()], _message(shape))
