@@ -113,7 +113,7 @@ def launched(seconds: Numbers, launches: Numbers) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _seconds(rates: ProductRates, products: tuple[MatrixProduct, ...], micro_batch: int) -> float:
     """Return the seconds of products, one after another."""
-    return sum(one.count * rates.seconds(*one.sizes(micro_batch)) for one in products)
+    return sum(one.times * rates.seconds(*one.sizes(micro_batch)) for one in products)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,7 +143,7 @@ def _attention(
         # up to 3% of a layer's B more or less.
         seconds = _seconds(rates, forward, micro_batch)
         return seconds + _SCORE_PASSES[0] * passes, 2 * seconds + _SCORE_PASSES[1] * passes
-    f, b = (sum(math.prod(one.sizes(micro_batch)) * one.count for one in products) for products in (forward, backward))
+    f, b = (sum(math.prod(one.sizes(micro_batch)) * one.times for one in products) for products in (forward, backward))
     # Two operations for each product of numbers, and half of the scores.
     return f / (_FLASH * rates.flops), b / (_FLASH * rates.flops)
 

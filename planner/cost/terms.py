@@ -40,7 +40,7 @@ def _compute(table: Table, seconds: Seconds, overlap: bool) -> dict[str, Array]:
                     stages, virtual = map(numbers, where)
                     found[term][:, stages] += repeats * getattr(seconds, phase)[:, virtual]
             if row.head:
-                found[HEAD][:, -1] += repeats * np.asarray(seconds.head)
+                found[HEAD][:, table.stage_map.last] += repeats * np.asarray(seconds.head)
             for ends, work in zip(row.packed or (), (seconds.encode, seconds.decode)):
                 found[COMPRESSION][:, numbers(ends)] += repeats * np.asarray(work)[:, numbers(ends)]
     return found

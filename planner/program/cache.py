@@ -69,8 +69,8 @@ def _digest(program: Any) -> str:
 
 
 def _parse(values: list) -> LayerProgram:
-    *works, kept, left = values
-    return LayerProgram(*map(_work, works), Bytes(*kept), Bytes(*left))
+    forward, backward, weights, kept, left = values
+    return LayerProgram(_work(forward), _work(backward), _work(weights), Bytes(*kept), Bytes(*left))
 
 
 def _work(values: list) -> Work:

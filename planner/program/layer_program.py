@@ -28,7 +28,7 @@ class MatrixProduct(NamedTuple):
         k: K.
         batch: number of independent products that one kernel computes.
         grows: name of the size that the micro-batch multiplies, or "".
-        count: number of such kernels.
+        times: number of such kernels.
     """
 
     m: int
@@ -36,7 +36,7 @@ class MatrixProduct(NamedTuple):
     k: int
     batch: int = 1
     grows: str = ""
-    count: int = 1
+    times: int = 1
 
     def sizes(self, micro_batch: int) -> tuple[int, int, int, int]:
         """Return M, N, K and the batch at a micro-batch."""
@@ -51,13 +51,13 @@ class LayerCollective(NamedTuple):
         kind: name that paxtrain.xla.traced gives it.
         axis: mesh axis.
         bytes: bytes of one device's operand: for an all-gather its part, for a reduce-scatter all that it reduces.
-        count: number of such collectives.
+        times: number of such collectives.
     """
 
     kind: str
     axis: str
     bytes: Bytes
-    count: int = 1
+    times: int = 1
 
 
 class Work(NamedTuple):

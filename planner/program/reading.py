@@ -57,7 +57,7 @@ def read(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) ->
     return found[0]
 
 
-def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _array(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
@@ -122,7 +122,7 @@ class _Reader:
                 for one, count in zip(self._attention(*shapes[:2]), _FUSED[fused]):
                     attention[one] += turns * count
             elif name == "dot_general":
-                one = self._dot(*shapes, equation.params["dimension_numbers"])
+                one = self._dot(shapes[0], shapes[1], equation.params["dimension_numbers"])
                 # No kernel of a layer has a batch.
                 (attention if equation.params["dimension_numbers"][1][0] else products)[one] += turns
             elif name in traced.KINDS:
@@ -144,7 +144,7 @@ class _Reader:
 
 
 def _counted(found: collections.Counter[Counted]) -> tuple[Counted, ...]:
-    return tuple(one._replace(count=count) for one, count in found.items())
+    return tuple(one._replace(times=count) for one, count in found.items())
 
 
 def _within(equations: Iterable[Any], turns: int) -> Iterator[tuple[Any, int]]:

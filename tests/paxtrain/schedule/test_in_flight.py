@@ -75,8 +75,8 @@ def test_gradients_of_a_value_between_are_those_of_autodiff():
 @pytest.mark.parametrize(
     ("schedule", "in_flight", "what"),
     [
-        ("1f1b", 3, "a number from 4 to 7"),
-        ("1f1b", 8, "a number from 4 to 7"),
+        ("1f1b", 3, "in_flight=4 or 0 would fit"),
+        ("1f1b", 8, "in_flight=7 or 0 would fit"),
         ("gpipe", 5, "needs pipeline.schedule=1f1b"),
         ("1f1b", -1, "0 or more"),
     ],

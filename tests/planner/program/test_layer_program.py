@@ -63,12 +63,12 @@ def products(found: tuple[MatrixProduct, ...]) -> dict:
     count = collections.Counter()
     for one in found:
         m, n, k, batch = one.sizes(3)
-        count[min(m, n), max(m, n), k, batch] += one.count
+        count[min(m, n), max(m, n), k, batch] += one.times
     return dict(count)
 
 
-def product(m, n, k, batch=1, count=1):
-    return MatrixProduct(m, n, k, batch, count=count)
+def product(m, n, k, batch=1, times=1):
+    return MatrixProduct(m, n, k, batch, times=times)
 
 
 @pytest.mark.parametrize(("name", "tensor", "sequence"), CASES)
@@ -86,7 +86,7 @@ def test_products_are_those_of_the_models_equations(name, tensor, sequence):
     scores, contexts = product(rows, s, d, heads), product(rows, d, s, heads)
     assert products(found.forward.attention) == products([scores, contexts])
     again = m.attention == "cudnn"  # flash attention's backward makes the scores again
-    backward = [scores._replace(count=1 + again), contexts, product(s, d, rows, heads, count=2)]
+    backward = [scores._replace(times=1 + again), contexts, product(s, d, rows, heads, times=2)]
     assert products(found.backward.attention) == products(backward)
 
 
@@ -120,7 +120,7 @@ def test_collectives_are_two_a_pass_and_what_runs_again(name, tensor, sequence, 
         forward, backward = {("all-reduce", whole): 2}, {("all-reduce", whole): 2 + again}
     for part, expected in ((found.forward, forward), (found.backward, backward)):
         assert all(one.axis == "tensor" and one.bytes.fixed == 0 for one in part.collectives)
-        assert {(one.kind, one.bytes.each): one.count for one in part.collectives} == expected
+        assert {(one.kind, one.bytes.each): one.times for one in part.collectives} == expected
 
 
 def kept_by_hand(m: ModelConfig, tensor: int, sequence: bool, save: str) -> tuple[float, float]:
