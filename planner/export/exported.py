@@ -173,7 +173,16 @@ def expected(plan: Plan, schedule: str) -> float | None:
 
 
 def common(plan: Plan, model: ModelConfig) -> list[str]:
-    """Return what no other trainer does: sentences about the plan's batch, compression and placement, and the model."""
+    """Return what no other trainer does: sentences about the plan's batch, compression and placement, and the model.
+
+    Raises:
+        UserError: the model is an architecture of one's own.
+    """
+    if model.module:
+        raise UserError(
+            f"other trainers do not know the layers of model.module={model.module}; a model of the families gpt2 and "
+            "llama would work"
+        )
     found = []
     if plan.batch.data_micro_batches:
         found.append(

@@ -18,6 +18,7 @@ LLAMA = dataclasses.replace(GPT2, family="llama", tied_head=False, kv_heads=2, i
 BASES = [GPT2, LLAMA, *(dataclasses.replace(model, dtype="float32", tied_head=True) for model in (GPT2, LLAMA))]
 # Other values than those of the bases.
 VALUES = {
+    "module": ("tests.paxtrain.model.parallel_block:ParallelBlock",),
     "family": ("gpt2", "llama"),
     "vocab_size": (384, 500),
     "vocab_multiple": (512,),

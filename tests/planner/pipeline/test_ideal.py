@@ -30,22 +30,27 @@ def one_at_a_time(table: Table, s: Seconds, i: int) -> list[float]:
     """Replay candidate i: each stage begins its ops in order, once it is free and the message has come."""
     schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks, overlap=False)
     last, free, arrived = table.stages * table.chunks - 1, list(s.start[i]), {}
+    folded = table.schedule == "zb_v"  # its second half runs back, and at the fold nothing travels
+    numbers = [
+        [c * table.stages + p for p in range(table.stages)][:: -1 if folded and c else 1] for c in range(table.chunks)
+    ]
+    fold = {(table.stages - 1, table.stages), (table.stages, table.stages - 1)} if folded else set()
     ops = [(row, 0, "F", stage, mb, chunk) for row, stage, mb, chunk in schedule.ops("forward")]
     ops += [(row, 1, "B", stage, mb, chunk) for row, stage, mb, chunk in schedule.ops("backward")]
     ops += [(row, 2, "W", stage, mb, chunk) for row, stage, mb, chunk in schedule.ops("weights")]
     for _, _, phase, stage, mb, chunk in sorted(ops):
-        q = chunk * table.stages + stage
+        q = numbers[chunk][stage]
         begin = max(free[stage], arrived.get((phase, q, mb), 0.0))
         if phase == "F":
             free[stage] = begin + s.forward[i, q] + (s.head[i] if q == last else 0.0)
             if q < last:
-                arrived["F", q + 1, mb] = free[stage] + s.activation[i, stage]
+                arrived["F", q + 1, mb] = free[stage] + ((q, q + 1) not in fold) * s.activation[i, stage]
         elif phase == "W":
             free[stage] += s.weights[i, q]
         else:
             free[stage] = begin + s.backward[i, q]
             if q:
-                arrived["B", q - 1, mb] = free[stage] + s.gradient[i, stage]
+                arrived["B", q - 1, mb] = free[stage] + ((q, q - 1) not in fold) * s.gradient[i, stage]
     return free
 
 
