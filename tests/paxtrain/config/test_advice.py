@@ -39,6 +39,7 @@ CASES = {
     "pipeline: idle": {"pipeline.idle": "compute", "pipeline.schedule": "1f1b"},
     "pipeline: chunks": {"pipeline.virtual_stages": 2, "mesh.pipe": 2},
     "pipeline: no chunks": {"pipeline.schedule": "interleaved_1f1b", "mesh.pipe": 2},
+    "pipeline: chunks of a V": {"pipeline.schedule": "zb_v", "pipeline.virtual_stages": 4, "mesh.pipe": 2},
     "pipeline: save": {"pipeline.schedule": "zb_h1", "pipeline.save": "inputs"},
     "optimizer: decay": {"optimizer.schedule": "wsd"},
     "outer: groups without exchanges": {"outer.groups": 2, "mesh.data": 4},
@@ -105,6 +106,9 @@ CASES = {
     "warm-up of groups": {"outer.every": 7, "run.steps": 14, "optimizer.warmup_steps": 16, "mesh.data": 4},
     "resume": {"run.resume_step": 5, "checkpoint.resume": False},
     "no messages": {"compress.backward.codec": "int8", "compress.backward.options": {"block": 32}, "model.layers": 1},
+    "messages of a V": {
+        "compress.backward.codec": "int8", "pipeline.schedule": "zb_v", "pipeline.virtual_stages": 2, "mesh.pipe": 2,
+    },
     "no messages, but links": {"compress.forward.messages": "all", "compress.forward.links": "0,2"},
     "fused": {"compress.embedding.sync": "fused", "model.layers": 1},
     "fused, untied": {"compress.embedding.sync": "fused", "model.tied_head": False},
