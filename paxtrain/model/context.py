@@ -1,4 +1,4 @@
-"""What a layer depends on besides its parameters and its input, and dropout, which draws from it."""
+"""The context of a layer, all that it depends on besides parameters and input; dropout, which draws from it."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ class Dropout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """What a layer depends on besides its parameters and its input.
+    """All that a layer depends on besides its parameters and its input.
 
     Attributes:
         config: the model's shape.

@@ -130,7 +130,7 @@ def vocabulary(config: ModelConfig, embedding: str = "", head: str = "lm_head.we
 
 
 class Architecture:
-    """What a family of models is.
+    """The description of a family of models.
 
     Attributes:
         model_types: its names in Hugging Face's config.json; the first one is that of exports.

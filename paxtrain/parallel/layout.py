@@ -187,7 +187,7 @@ class Layout:
 
     @property
     def swaps(self) -> bool:
-        """Whether two stages hold a tied table, so that they exchange its gradients."""
+        """True if two stages hold a tied table, so that they exchange its gradients."""
         return len(self.ends) > 1 and self.config.model.tied_head
 
     @property

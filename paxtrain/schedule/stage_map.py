@@ -1,4 +1,4 @@
-"""Which stage holds which virtual stage: in turn, or to the last stage and back in the shape of a V."""
+"""The stages of virtual stages: in turn, or to the last stage and back in the shape of a V."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a layer's own program does: its products, its collectives, and the bytes that F keeps for B.
+"""The work of a layer, read from its own program: its products, its collectives, and the bytes that F keeps for B.
 
 layer_program.py    the record
 cache.py            the programs by model and sizes, kept on disk; imports no jax unless one has to be read

@@ -1,4 +1,4 @@
-"""What one layer does on one device of a tensor group, as read from its traced program, for any micro-batch."""
+"""The work of one layer on one device of a tensor group, read from its traced program, for any micro-batch."""
 
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ class LayerCollective(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a part of a layer computes and exchanges.
+    """The products and collectives of a part of a layer.
 
     Attributes:
         products: matrix products, except those of attention.
