@@ -27,35 +27,33 @@ newer_python() {
   done
 }
 
-# The folder of an environment that has jax with its CUDA plugin. It is gigabytes, so it outlives the run.
-cuda_folder() {
-  local hash
-  hash=$({ "$1" --version; cat requirements-dev.txt requirements-gpu.txt requirements.txt; } | sha256sum | cut -c1-16)
-  echo "${XDG_CACHE_HOME:-$HOME/.cache}/paxtrain/cuda-$hash"
-}
-
-# The lock is for runs side by side.
-cuda_environment() {
-  local cuda python=$1
-  cuda=$(cuda_folder "$python")
-  mkdir -p "$cuda"
-  exec 9>"$cuda.lock"
+# Print the folder of jax's CUDA plugin for an environment, with the assembler and the library whose attention it plans;
+# make it first if it is not there. It outlives the run. Compiling needs no more: the libraries that programs call as
+# they run are gigabytes. The lock is for runs side by side.
+cuda_plugin() {
+  local jax folder
+  jax=$("$1/bin/python" -c 'import jax, sys; print("%s-py%d%d" % (jax.__version__, *sys.version_info[:2]))')
+  folder=${XDG_CACHE_HOME:-$HOME/.cache}/paxtrain/cuda-$jax
+  mkdir -p "$folder"
+  exec 9>"$folder.lock"
   flock 9
-  if [[ ! -e $cuda/complete ]]; then
-    "$python" -m venv --clear "$cuda"
-    "$cuda/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements-gpu.txt -r requirements-dev.txt
-    touch "$cuda/complete"
+  if [[ ! -e $folder/complete ]]; then
+    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$folder" \
+      "jax-cuda12-plugin==${jax%-*}" "jax-cuda12-pjrt==${jax%-*}" "nvidia-cuda-nvcc-cu12<13" \
+      "nvidia-cudnn-cu12<10" >&2
+    touch "$folder/complete"
   fi
   flock -u 9
+  echo "$folder"
 }
 
-# Compile for GPUs that are not there. A test that skips itself without the plugin fails here, because this environment
-# has it. Tests may skip themselves for the jax that is in it.
+# Compile for GPUs that are not there, in an environment. A test that skips itself without the plugin fails here, because
+# it has it. Tests may skip themselves for the jax that is in it.
 cuda_compile() {
-  local cuda report=$scratch/cuda
-  cuda=$(cuda_folder "$1")
-  JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 "$cuda/bin/python" -m pytest -n 2 --dist loadgroup -rs \
-    -p no:cacheprovider "${@:2}" | tee "$report"
+  local plugin report=$scratch/cuda
+  plugin=$(cuda_plugin "$1")
+  PYTHONPATH=$plugin JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 "$1/bin/python" -m pytest -n 2 \
+    --dist loadgroup -rs -p no:cacheprovider "${@:2}" | tee "$report"
   if grep -q '^SKIPPED.*plugin' "$report"; then
     echo "error: the CUDA compile check skipped tests, though its environment has what they need" >&2
     return 1
@@ -94,22 +92,14 @@ finish() {
 
 rm -rf .venv
 newer=$(newer_python)
-version=
+version= downloads=
 if [[ -n $newer ]]; then
   version=$("$newer" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   rm -rf ".venv-$version"
+  # Its environment is made beside the first tests.
+  make ".venv-$version/dev.txt" PYTHON="$newer" VENV=".venv-$version" &
+  downloads=$!
 fi
-# The other environments are made beside the first tests.
-{
-  if [[ -n $newer ]]; then
-    make ".venv-$version/dev.txt" PYTHON="$newer" VENV=".venv-$version"
-  fi
-  cuda_environment "$PYTHON"
-  if [[ -n $newer ]]; then
-    cuda_environment "$newer"
-  fi
-} &
-downloads=$!
 
 # Run a command in the environment of the newer Python, or say that there is none.
 on_newer() {

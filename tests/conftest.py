@@ -10,8 +10,9 @@ from paxtrain.process import setup
 from tests import programs
 
 # Most of the tests' time is compiling, and most of that is making machine code of fusions: without LLVM's optimizations
-# and without the emitters of fusions it takes half. Shapes and collectives stay. Processes that tests start inherit it.
-_FLAGS = "--xla_backend_optimization_level=0"
+# and without the emitters of fusions it takes half, and a fifth less again if it is not cut into parts for many cores.
+# Shapes and collectives stay. Processes that tests start inherit it.
+_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 # XLA ends the process if a device is 40 s late for a collective, which happens on a busy machine of few cores.
 _FLAGS += " --xla_cpu_collective_call_terminate_timeout_seconds=240"
 if jax.__version_info__ < (0, 11):  # later versions do not know the flag, and abort

@@ -221,8 +221,8 @@ def test_checkpoints_that_are_kept(reference):
 
 
 @pytest.mark.once
-def test_killed_then_terminated_then_finished(home, reference, tmp_path):
-    """SIGKILL, the same command, SIGTERM, the same command: one uninterrupted curve and the same parameters."""
+def test_killed_then_terminated_then_finished(home, reference, tmp_path, capsys):
+    """SIGKILL, the same command, SIGTERM, the same run: one uninterrupted curve and the same parameters."""
     # A checkpoint is written beside the steps; the next one waits until it is whole, so the first is before this step.
     kill = np.random.default_rng(1).integers(2 * EVERY + 2, 3 * EVERY)
     with running(home, tmp_path) as processes:
@@ -238,8 +238,8 @@ def test_killed_then_terminated_then_finished(home, reference, tmp_path):
     step = int(re.search(r"stopped by SIGTERM after step (\d+); the same command continues", stdout)[1])
     assert 4 * EVERY + 5 <= step < STEPS and checkpoints_in(tmp_path)[-1] == step == max(losses(tmp_path))
 
-    stdout, _ = run_command(home, tmp_path)
-    assert f"resumed from step {step}, {8 * step} samples consumed" in stdout
+    started(configuration(home, tmp_path)).train()
+    assert f"resumed from step {step}, {8 * step} samples consumed" in capsys.readouterr().out
     assert_same_run(home, tmp_path, reference)
 
 
@@ -322,11 +322,11 @@ def processes_flags(count, devices, head=lambda i: ()):
     return [(head(i), (*common, f"--process_id={i}")) for i in range(count)]
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, batch",
     [
-        pytest.param({"pipeline__pipe_layers": "3,1"}, "2 data ranks x 2 micro-batches x 2", marks=pytest.mark.slow),
+        ({"pipeline__pipe_layers": "3,1"}, "2 data ranks x 2 micro-batches x 2"),
         ({"batch__data_micro_batches": "3,1"}, "2 data ranks x 3,1 micro-batches x 2"),
     ],
     ids=["uneven stages", "uneven data ranks"],
@@ -373,7 +373,7 @@ def test_processes_are_one_run_and_stop_together(home, reference, tmp_path, coun
         assert not reads & {tuple(row) for row in batches[:, others : others + 4].reshape(-1, 33).tolist()}
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_plan_overrides_the_configuration(home, reference, past, tmp_path):
     order = (3, 0, 2, 1)
     config = configuration(home, past)

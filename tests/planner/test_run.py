@@ -174,7 +174,7 @@ def test_nodes_in_another_order_give_the_same_placement(settings, tmp_path):
 
 
 @pytest.mark.once
-def test_a_plan_of_other_nodes_is_refused_or_made_anew(settings, tmp_path):
+def test_a_plan_of_other_nodes_is_refused(settings, tmp_path):
     given_plan(tmp_path / "plan.json", "a", "b", "x")
     arguments = [*settings, f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'run'}"]
     reason = "is not for these nodes: c is not in it, and b, x of it are not here"
@@ -182,7 +182,13 @@ def test_a_plan_of_other_nodes_is_refused_or_made_anew(settings, tmp_path):
     for code, _, said in job("ac", *arguments, "--config.model.layers=4"):
         assert code == 2
         assert said.splitlines()[0] == sentence
-    # With --replan the job plans as without a plan, and says why. One process is measured quickly.
+
+
+@pytest.mark.slow
+def test_instead_of_a_plan_of_other_nodes_one_is_made_if_it_may(settings, tmp_path):
+    """With --replan the job plans as without a plan, and says why."""
+    given_plan(tmp_path / "plan.json", "a", "b", "x")
+    arguments = [*settings, f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'run'}"]
     quick = ["--replan", "--profile_seconds=2", "--micro_batch=1", "--compress=none"]
     [(code, said, wrong)] = job("a", *arguments, *quick, script=MESH + MAIN)
     assert code == 0, wrong

@@ -59,10 +59,7 @@ def name(c) -> str:
 
 @pytest.mark.parametrize(
     "c",
-    [
-        pytest.param(c, marks=() if i < 1 else pytest.mark.once if i < 2 else pytest.mark.slow)
-        for i, c in enumerate(CASES)
-    ],
+    [pytest.param(c, marks=pytest.mark.slow if i else ()) for i, c in enumerate(CASES)],
     ids=name,
 )
 def test_gradients_equal_one_device(c):

@@ -57,8 +57,8 @@ def exact_gradients(closed, arguments):
 @pytest.mark.parametrize(
     ("family", "save"),
     [
-        ("gpt2", "dots"),
         ("llama", "layer_inputs"),
+        pytest.param("gpt2", "dots", marks=pytest.mark.slow),
         pytest.param("gpt2", "residuals", marks=pytest.mark.once),
         pytest.param("gpt2", "layer_inputs", marks=pytest.mark.slow),
         pytest.param("llama", "dots", marks=pytest.mark.slow),

@@ -45,6 +45,8 @@ SMALL = [
     *[(name, 3, 6, 2, True) for name in FOLDED],
     *[(name, 2, 4, 2, False) for name in FOLDED],
 ]
+FURTHER = [SMALL[i] for i in (1, 4, 6, 10, 11)]  # each schedule stays, and some without transfers under compute
+SMALL = [pytest.param(shape, marks=pytest.mark.slow) if shape in FURTHER else shape for shape in SMALL]
 small = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: f"{shape[0]}-{'overlap' if shape[4] else 'blocking'}")
 
 # Slots that idle stages write as well: there they must be the scrap slot.
