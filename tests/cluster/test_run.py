@@ -74,6 +74,7 @@ def _seconds(out: pathlib.Path) -> list[float]:
     return [record["step_seconds"] for record in records if "loss" in record]
 
 
+@pytest.mark.slow
 def test_planned_for_its_links_a_job_starts_within_two_minutes_and_is_faster_than_in_host_order(tmp_path):
     (tmp_path / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
     prepare([str(tmp_path / "corpus.txt")], tmp_path / "data")

@@ -84,7 +84,7 @@ def test_encoding_is_six_launches(kind):
     assert "cusolver" in text and "triangularSolve" in text
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.slow), "triton"])
 def test_the_benchmark_times_its_work_in_every_iteration(mesh, implementation):
     """All the work is inside the loop, and no iteration copies a matrix."""
     for case in (
