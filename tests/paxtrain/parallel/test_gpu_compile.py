@@ -270,8 +270,8 @@ def steady_order(text: str) -> list[str]:
     raise AssertionError(f"no computation {body}")
 
 
-def compressed(layers: int = 8, **compress) -> Trainer:
-    config = small(layers=layers)
+def compressed(**compress) -> Trainer:
+    config = small()
     return trainer(dataclasses.replace(config, compress=compression(**compress)), "h200")
 
 
@@ -297,7 +297,7 @@ def test_compressed_transfers_lie_under_compute_and_the_error_update_behind_the_
 
 def test_every_byte_of_a_compressed_step_on_gpus():
     """bfloat16 messages and factors have their real widths, unlike on CPUs, and no message has a dense copy."""
-    trained = compressed(4, backward_messages="epilogue", backward_rank=8, data_stages="0", data_rank=64)
+    trained = compressed(backward_messages="epilogue", backward_rank=8, data_stages="0", data_rank=64)
     text = compiled(trained).as_text()
     groups = 4
     dense = table_permute_bytes(trained)
@@ -338,7 +338,7 @@ def coded(codec: str, options: dict) -> Trainer:
         for place in ("backward", "data")
         for what, value in (("codec", codec), ("options", CodecOptions(options)))
     }
-    return trainer(dataclasses.replace(small(layers=8), compress=compression(**both, data_start=0.0)))
+    return trainer(dataclasses.replace(small(), compress=compression(**both, data_start=0.0)))
 
 
 def assert_codec_sends_under_compute(trained: Trainer, text: str, exposed: int) -> None:
@@ -391,7 +391,7 @@ def test_both_forms_of_messages_travel_where_some_links_compress():
 
 
 def test_flash_attention_stays_within_documents():
-    config = small()
+    config = small(layers=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, separator=50256))
     kernels = {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}
     assert kernels == set(re.findall(r'"__cudnn\$(\w+)"', compiled(trainer(config)).as_text()))
