@@ -72,12 +72,13 @@ $(VENV)/bin/python:
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-# What is installed, as pip lists it, stands for the environment being up to date.
+# What is installed, as pip lists it, stands for the environment being up to date. Python compiles the few modules that
+# are imported as it meets them; pip would take half a minute longer to compile all.
 $(VENV)/run.txt: requirements.txt | $(VENV)/bin/python
 $(VENV)/dev.txt: requirements-dev.txt requirements.txt | $(VENV)/bin/python
 $(VENV)/gpu.txt: requirements-gpu.txt requirements.txt | $(VENV)/bin/python
 $(VENV)/docs.txt: requirements-docs.txt | $(VENV)/bin/python
 $(VENV)/run.txt $(VENV)/dev.txt $(VENV)/gpu.txt $(VENV)/docs.txt:
 	@echo "installing $< into $(VENV) (a minute or two)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --requirement $<
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-compile --requirement $<
 	@$(RUN) -m pip freeze --disable-pip-version-check > $@

@@ -38,7 +38,7 @@ cuda_plugin() {
   exec 9>"$folder.lock"
   flock 9
   if [[ ! -e $folder/complete ]]; then
-    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$folder" \
+    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target "$folder" \
       "jax-cuda12-plugin==${jax%-*}" "jax-cuda12-pjrt==${jax%-*}" "nvidia-cuda-nvcc-cu12<13" \
       "nvidia-cudnn-cu12<10" >&2
     touch "$folder/complete"
