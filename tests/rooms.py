@@ -32,6 +32,7 @@ _TABLE = {
         "compress/codecs paxtrain/config paxtrain/data paxtrain/devices paxtrain/model paxtrain/parallel "
         "paxtrain/process paxtrain/run paxtrain/xla"
     ),
+    "paxtrain/testing": "paxtrain/config paxtrain/model paxtrain/parallel paxtrain/schedule",
     "paxtrain": "paxtrain/config paxtrain/parallel paxtrain/process paxtrain/run paxtrain/schedule",
     "planner/cluster": "paxtrain/config paxtrain/devices",
     "planner/pipeline": "paxtrain/schedule",

@@ -118,12 +118,13 @@ def nested(given: Mapping[str, Any], values: dict[str, Any] | None = None) -> di
     return values
 
 
-def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
+def load_config(name: str, overrides: Mapping[str, Any] | None = None, *, model: str = "") -> Config:
     """Return the configuration of a file, with some of its values replaced.
 
     Args:
         name: path of a file that defines `get_config()`, or the name of a shipped one, such as "gpt_8b".
         overrides: values by dotted key, such as {"mesh.pipe": 2}.
+        model: architecture of one's own, as package.module:Class; "": the file's.
 
     Raises:
         UserError: there is no such file, it has no `get_config()`, or a key or value does not fit.
@@ -141,4 +142,4 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config
         if not callable(found.get("get_config")):
             raise UserError(f"{path} defines no get_config(); write it as configs/tiny.py does")
         values = found["get_config"]().to_dict()
-    return from_dict(nested(overrides or {}, values))
+    return from_dict(nested({**({"model.module": model} if model else {}), **(overrides or {})}, values))

@@ -14,7 +14,7 @@ import numpy as np
 from paxtrain.config import ModelConfig, read_section
 from paxtrain.errors import UserError
 from paxtrain.model.parameters import ARCHITECTURES, architecture, by_names, table, tree
-from paxtrain.model.spec import Parameter, Params, sizes
+from paxtrain.model.spec import Architecture, Parameter, Params, sizes
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _FAMILY = {kind: family for family, one in ARCHITECTURES.items() for kind in one.model_types}
@@ -23,10 +23,19 @@ _FAMILY = {kind: family for family, one in ARCHITECTURES.items() for kind in one
 # --- Arrays -----------------------------------------------------------------------------------------------------------
 
 
-def _require_names(config: ModelConfig) -> None:
-    """Require that the architecture's table has the names of Hugging Face's files."""
-    if not architecture(config).model_types:
-        raise UserError(f"model.module={config.module} has no model_types, so it is no model of Hugging Face's files")
+def require_names(config: ModelConfig) -> None:
+    """Require that the architecture has the names of Hugging Face's files.
+
+    Raises:
+        UserError: it is one of one's own that lacks some.
+    """
+    one, of = architecture(config), f"model.module={config.module}"
+    if not one.model_types:
+        raise UserError(f"{of} has no model_types, so it is no model of Hugging Face's files")
+    if type(one).to_huggingface is Architecture.to_huggingface:
+        raise UserError(f"{of} has model_types but no to_huggingface(), which gives its config.json")
+    if nameless := [p.path for p in table(config) if not p.files]:
+        raise UserError(f"{of} has no names in Hugging Face's files for {', '.join(nameless)}")
 
 
 def _shapes(p: Parameter, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -44,7 +53,7 @@ def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
         params: canonical parameters in numpy.
         config: architecture.
     """
-    _require_names(config)
+    require_names(config)
     found: dict[str, np.ndarray] = {}
 
     def add(p: Parameter, x: np.ndarray, layer: int = 0) -> None:
@@ -77,7 +86,7 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
     Raises:
         UserError: an array has another shape than the architecture's, is quantized, or has numbers that are not finite.
     """
-    _require_names(config)
+    require_names(config)
 
     def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array as float32, if it has the shape."""

@@ -10,6 +10,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from tqdm import tqdm
 
 from paxtrain import files
+from paxtrain.config import from_dict
 from paxtrain.data import settings
 from paxtrain.data.tokenizer import END_OF_TEXT, load
 from paxtrain.errors import UserError
@@ -56,7 +57,8 @@ def export(
     folder = pathlib.Path(out)
     if (folder / CONFIG).exists() or (folder / ONE_FILE).exists():
         raise UserError(f"--out={out} holds a model already; name another folder, or empty it")
-    checkpoint_reading.read_meta(pathlib.Path(directory) / sampling.CHECKPOINTS, step)
+    meta = checkpoint_reading.read_meta(pathlib.Path(directory) / sampling.CHECKPOINTS, step)
+    architectures.require_names(from_dict({"model": meta["config"]["model"]}).model)
     checkpoint.ensure_writable(folder)
     params, config = sampling.load_params(directory, step)
     _save(architectures.weights(jax.device_get(params), config.model), folder, dtype)

@@ -1,14 +1,19 @@
 """Architectures of one's own, by package.module:Class, and the check of their tables."""
 
 import collections
+import contextlib
 import functools
 import importlib
 import re
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import get_args
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.checks import require
+from paxtrain.config.checks import choice, require
 from paxtrain.errors import UserError
-from paxtrain.model.spec import Architecture, Parameter, sizes
+from paxtrain.model.spec import SPLIT, Architecture, Init, Parameter, Role, sizes, vocabulary
 
 
 @functools.cache
@@ -21,7 +26,7 @@ def imported(path: str) -> Architecture:
     module, _, name = path.partition(":")
     try:
         kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # a ValueError is that of an empty name
         raise UserError(f"model.module={path} cannot be imported ({error}); put its package on PYTHONPATH") from error
     except (Exception, SystemExit) as error:  # the module is a user's
         raise UserError(
@@ -31,33 +36,121 @@ def imported(path: str) -> Architecture:
         isinstance(kind, type) and issubclass(kind, Architecture),
         f"model.module={path} is no architecture; derive its class from paxtrain.model.spec.Architecture",
     )
-    return kind()
+    try:
+        return kind()
+    except TypeError as error:
+        raise UserError(f"model.module={path} must be made without arguments ({error})") from error
+
+
+@contextlib.contextmanager
+def errors_of(config: ModelConfig, what: str) -> Iterator[None]:
+    """Turn an exception of an architecture of one's own into a sentence with its line.
+
+    Args:
+        config: the model's shape.
+        what: what of it runs, such as "layer()".
+
+    Raises:
+        UserError: the block has raised an exception.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not config.module:
+            raise
+        file = getattr(sys.modules.get(config.module.partition(":")[0]), "__file__", None)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        where = f" in line {lines[-1]}" if lines else ""
+        text = str(error).partition("\n")[0]
+        raise UserError(
+            f"model.module={config.module}: its {what} raises {type(error).__name__}{where}: {text}"
+        ) from error
 
 
 def check(rows: tuple[Parameter, ...], config: ModelConfig) -> None:
-    """Require that a table of parameters can be laid out, initialized and trained.
+    """Require that a table of parameters can be laid out, initialized, trained and named.
 
     Raises:
         UserError: it cannot.
     """
-    of, known = f"model.module={config.module}", sizes(config)
+    of = f"model.module={config.module}"
+    require(
+        all(isinstance(p, Parameter) for p in rows),
+        f"{of}: its parameters() must return a tuple of paxtrain.model.spec.Parameter",
+    )
     for path, times in collections.Counter(p.path for p in rows).items():
         require(times == 1, f"{of} has the parameter {path} {times} times; give each a path of its own")
     for p in rows:
-        require(
-            re.fullmatch(r"layers/\w+/\w+|embedding/(token|position)|final_norm/\w+", p.path) is not None,
-            f"{of} has the parameter {p.path}; paths are layers/MODULE/NAME, embedding/token, embedding/position and "
-            "final_norm/NAME",
-        )
-        strange = [x for dim in p.own for x in dim.split("*") if x not in known and not x.isdecimal()]
-        require(
-            not strange,
-            f"{of}: {p.path} has the dim {', '.join(strange)}; known are {', '.join(known)}, numbers, and products "
-            "such as heads*head",
-        )
-        require(
-            (p.lead == "layers") == (p.names[0] == "layers") and len(p.own) > 0,
-            f"{of}: {p.path} has the dims {p.dims!r}; those of layers begin with layers, and no others do",
-        )
+        _check_place(p, config, of)
+        _check_dims(p, config, f"{of}: {p.path}")
+        _check_names(p, f"{of}: {p.path}")
+    for name, times in collections.Counter(name for p in rows for name in p.sources).items():
+        require(times == 1, f"{of} has the name {name} of Hugging Face's files {times} times; each array needs another")
     missing = {"embedding/token", "final_norm/scale"} - {p.path for p in rows}
     require(not missing, f"{of} lacks {' and '.join(sorted(missing))}, which embedding and head need")
+
+
+def _check_place(p: Parameter, config: ModelConfig, of: str) -> None:
+    """Require that a parameter lies where embedding, layer or head read it, shaped as they read it."""
+    outside = {
+        "embedding/token": vocabulary(config).dims,
+        "embedding/position": "positions embed",
+        "final_norm/scale": "embed",
+        "final_norm/bias": "embed",
+    }
+    require(
+        p.path in outside or re.fullmatch(r"layers/\w+/\w+", p.path) is not None,
+        f"{of} has the parameter {p.path}; paths are layers/MODULE/NAME and {', '.join(outside)}",
+    )
+    wanted = outside.get(p.path, p.dims)
+    require(p.dims == wanted, f"{of}: {p.path} has the dims {p.dims!r}; {wanted!r} would work")
+    require(
+        (p.lead == "layers") == (p.names[0] == "layers") and len(p.own) > 0,
+        f"{of}: {p.path} has the dims {p.dims!r}; those of layers begin with layers, and no others do",
+    )
+
+
+def _check_dims(p: Parameter, config: ModelConfig, of: str) -> None:
+    """Require that dims, role and init of a parameter are known, and that tensor can split it."""
+    known = sizes(config)
+    factors = [dim.split("*") for dim in p.own]
+    strange = [x for some in factors for x in some if x not in known and not x.isdecimal()]
+    require(
+        not strange,
+        f"{of} has the dim {', '.join(strange)}; known are {', '.join(known)}, numbers, and products such as "
+        "heads*head",
+    )
+    split = [(place, x) for some in factors for place, x in enumerate(some) if x in SPLIT]
+    require(
+        not any(place for place, _ in split),
+        f"{of} has the dims {p.dims!r}; tensor splits the first factor of a product, so {', '.join(SPLIT)} come first "
+        "there, or a number is a dim by itself",
+    )
+    require(
+        len(split) < 2,
+        f"{of} has the dims {p.dims!r}, of which tensor could split {' and '.join(x for _, x in split)}; write the "
+        "size of one as a number",
+    )
+    choice(f"{of}: its role", p.role, get_args(Role))
+    choice(f"{of}: its init", p.init, get_args(Init))
+    require(
+        p.role not in ("kernel", "table") or len(p.own) > 1,
+        f"{of} is a {p.role} with the dims {p.dims!r}; a {p.role} has two or more besides layers, a norm or bias one",
+    )
+
+
+def _check_names(p: Parameter, of: str) -> None:
+    """Require as many names in Hugging Face's files as arrays of a layer, and {} in those of layers."""
+    if not p.files:
+        return
+    stacked = p.own[p.stack] if p.stack is not None else "2" if p.lead == "tables" else "1"
+    require(
+        len(p.sources) == int(stacked),
+        f"{of} has {len(p.sources)} names in Hugging Face's files for {stacked} arrays stacked by {p.dims!r}",
+    )
+    require(
+        p.lead != "layers" or all("{}" in name for name in p.sources),
+        f"{of} has the name {p.files} in Hugging Face's files; one of layers has {{}} for the layer's number",
+    )

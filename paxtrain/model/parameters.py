@@ -8,7 +8,7 @@ from typing import Any
 
 from paxtrain.config import ModelConfig
 from paxtrain.model.gpt2 import GPT2
-from paxtrain.model.imported import check, imported
+from paxtrain.model.imported import check, errors_of, imported
 from paxtrain.model.llama import Llama
 from paxtrain.model.spec import Architecture, Parameter, Params, sizes
 
@@ -26,8 +26,14 @@ def architecture(config: ModelConfig) -> Architecture:
 
 @functools.lru_cache(maxsize=1024)
 def table(config: ModelConfig) -> tuple[Parameter, ...]:
-    """Return the table of a model's parameters."""
-    rows = architecture(config).parameters(config)
+    """Return the table of a model's parameters.
+
+    Raises:
+        UserError: the architecture is one of one's own, and its table cannot be trained.
+    """
+    one = architecture(config)
+    with errors_of(config, "parameters()"):
+        rows = tuple(one.parameters(config))
     check(rows, config)
     return rows
 
@@ -69,6 +75,11 @@ def kernels(config: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
     """Return the shapes [n, k] of a layer's kernels on one device, as gradients over data are compressed."""
     shapes = (p.shape(config, tensor) for p in table(config) if p.role == "kernel")
     return tuple((shape[0], math.prod(shape[1:])) for shape in shapes)
+
+
+def attends(config: ModelConfig) -> bool:
+    """Return whether a layer has attention: a dim of its parameters is heads."""
+    return any(dim.startswith("heads") for p in table(config) for dim in p.own)
 
 
 def whole(config: ModelConfig) -> int:

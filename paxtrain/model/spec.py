@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # they import jax, which takes long
 
 Params: TypeAlias = dict[str, Any]
 Demand: TypeAlias = tuple[object, tuple[object, ...]]  # what a config.json says, and what is implemented
+Role: TypeAlias = Literal["kernel", "norm", "bias", "table"]
+Init: TypeAlias = Literal["normal", "residual", "ones", "zeros"]
 SPLIT = ("heads", "kv_heads", "ffn", "vocab")  # the dims that tensor parallelism splits
 _STACKS = ("layers", "tables")  # leading dims of stacked arrays; the mesh layout has a dim of stages in their place
 
@@ -42,6 +44,7 @@ class Parameter:
     Attributes:
         path: place in the tree of parameters, such as "layers/qkv/kernel".
         dims: a word for each dim, such as "layers embed 3 heads*head": a logical name, names with * between, a number.
+            Tensor splits the dim that begins with a name of SPLIT; no array has two.
         files: names in Hugging Face's files, with {} for the layer's number. Several arrays are stacked here, along the
             dim that is a number or "tables".
         role: "kernel" of a matrix product with every token, "norm", "bias", or "table" whose rows are looked up.
@@ -52,8 +55,8 @@ class Parameter:
     path: str
     dims: str
     files: str = ""
-    role: Literal["kernel", "norm", "bias", "table"] = "kernel"
-    init: Literal["normal", "residual", "ones", "zeros"] = "normal"
+    role: Role = "kernel"
+    init: Init = "normal"
     transposed: bool = False
 
     @functools.cached_property
@@ -121,12 +124,12 @@ def vocabulary(config: ModelConfig, embedding: str = "", head: str = "lm_head.we
 
     Args:
         config: the model's shape.
-        embedding: name of the embedding's table in Hugging Face's files.
+        embedding: name of the embedding's table in Hugging Face's files; "": neither has one.
         head: name of the head's table there.
     """
     if config.tied_head:
         return table("embedding/token", "vocab embed", embedding)
-    return table("embedding/token", "tables vocab embed", f"{embedding} {head}")
+    return table("embedding/token", "tables vocab embed", f"{embedding} {head}" if embedding else "")
 
 
 class Architecture:

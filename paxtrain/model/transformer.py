@@ -9,6 +9,7 @@ it is, S is one device's part of the sequence between the split matrices. The tr
 `logits`: these are the plain model on one device, for sampling, comparing and reading.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from paxtrain.config import ModelConfig
-from paxtrain.model import cross_entropy, parameters, pointwise
+from paxtrain.errors import UserError
+from paxtrain.model import cross_entropy, imported, parameters, pointwise
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model.context import Dropout, LayerContext, drop
 from paxtrain.model.spec import Parameter, Params, sizes
@@ -110,6 +112,45 @@ def layer(
         starts: beginnings of the documents, see `document_starts`; None: one document per row.
     """
     return parameters.architecture(config).layer(p, x, LayerContext(config, group, dropout, index, starts))
+
+
+@functools.lru_cache(maxsize=64)
+def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> None:
+    """Require that a layer of one's own returns what it is given, in shape and dtype. Nothing is computed.
+
+    Args:
+        config: the model's shape.
+        tensor: devices of a tensor group.
+        sequence_parallel: whether they split the sequence.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not config.module:
+        return
+    group = tp.Group("tensor", sequence_parallel) if tensor > 1 else tp.WHOLE
+    config = dataclasses.replace(config, attention="xla")
+
+    def given(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        """Return what all devices of the group are given."""
+        return jax.ShapeDtypeStruct((tensor, *shape), dtype)
+
+    def one(weights: Params, x: jax.Array, index: jax.Array) -> jax.Array:
+        starts = document_starts(jnp.zeros((1, config.sequence), jnp.int32), config)
+        with imported.errors_of(config, "layer()"):
+            y = layer(weights, x, config, group, None, index, starts)
+        before, after = jax.typeof(x), jax.typeof(y) if isinstance(y, jax.Array) else type(y).__name__
+        if before != after:
+            raise UserError(
+                f"model.module={config.module}: its layer() is given x as {before} and returns {after}; it must return "
+                "the same shape and dtype"
+            )
+        return y
+
+    rows = [p for p in parameters.table(config) if p.lead == "layers"]
+    weights = {p.names[1:]: given(p.shape(config, tensor), config.dtype if p.cast else "float32") for p in rows}
+    x = given((1, config.sequence // (tensor if sequence_parallel else 1), config.hidden), config.dtype)
+    jax.eval_shape(jax.vmap(one, axis_name="tensor"), parameters.tree(weights), x, given((), "int32"))
 
 
 @jax.named_scope("embed")

@@ -45,8 +45,7 @@ from paxtrain.schedule.table import Schedule
 from paxtrain.schedule.uneven import assign_ranks
 
 BATCH_SPEC = PartitionSpec("data")
-# Each device has a separate codec state.
-CODEC_SPEC = PartitionSpec("data", "pipe", "tensor")
+CODEC_SPEC = PartitionSpec("data", "pipe", "tensor")  # each device has a separate codec state
 
 
 @flax.struct.dataclass
@@ -95,10 +94,11 @@ class Trainer:
     _metrics_spec = PartitionSpec()
 
     def __post_init__(self) -> None:
-        """Settle what the mesh's platform asks of the process, and refuse groups (see paxtrain/outer/)."""
-        if self.config.groups > 1:
-            every = self.config.outer.every
+        """Settle what the platform asks of the process; refuse groups (see paxtrain/outer/) and layers that fail."""
+        c, every = self.config, self.config.outer.every
+        if c.groups > 1:
             raise UserError(f"outer.every={every} trains in groups, which this program does not; leave outer.every out")
+        transformer.check_layer(c.model, c.mesh.tensor, c.mesh.sequence_parallel)
         if self.platform == "cpu" and self.mesh.size > 1:
             compilation_cache.leave_unused()
 

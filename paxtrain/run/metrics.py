@@ -23,7 +23,7 @@ _HUGE = 1e300  # above all scalars; some integers in JSON are too large for a fl
 
 
 def flops_per_token(model: ModelConfig) -> float:
-    """Return the FLOPs of forward and backward for one token: 6 N + 12 L H S.
+    """Return the FLOPs of forward and backward for one token: 6 N + 12 L H S, or 6 N without attention.
 
     N counts every parameter that a token is multiplied with, see `parameters.multiplied`. Attention is counted in full,
     although a causal kernel does half of it. Recomputation is not counted.
@@ -31,7 +31,8 @@ def flops_per_token(model: ModelConfig) -> float:
     References:
         Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
     """
-    return 6.0 * parameters.multiplied(model) + 12.0 * model.layers * model.hidden * model.sequence
+    attention = 12.0 * model.layers * model.hidden * model.sequence if parameters.attends(model) else 0.0
+    return 6.0 * parameters.multiplied(model) + attention
 
 
 def mfu(tokens_per_second: float, model: ModelConfig, devices: int, peak: float) -> float:

@@ -1,4 +1,4 @@
-"""An architecture of one's own: attention and feed-forward side by side, as in GPT-J (Wang and Komatsuzaki 2021)."""
+"""An architecture with attention and feed-forward side by side, as in GPT-J (Wang and Komatsuzaki 2021)."""
 
 import jax
 
@@ -29,28 +29,3 @@ class ParallelBlock(Architecture):
         wide = nn.gelu(nn.columns(p["up"], h, "up"))
         y = nn.attend(q, k, v, c) @ p["out"]["kernel"] + wide @ p["down"]["kernel"]
         return x + nn.dropped(nn.leave(y, c.group), c, 1)
-
-
-class Twice(ParallelBlock):
-    def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
-        return (*super().parameters(config), norm("layers/ln/scale", "layers embed"))
-
-
-class Strange(ParallelBlock):
-    def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
-        return (*super().parameters(config), kernel("layers/gate/kernel", "layers embed experts"))
-
-
-class Unstacked(ParallelBlock):
-    def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
-        return (*super().parameters(config), kernel("layers/gate/kernel", "embed ffn"))
-
-
-class Elsewhere(ParallelBlock):
-    def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
-        return (*super().parameters(config), kernel("router/kernel", "layers embed ffn"))
-
-
-class Headless(ParallelBlock):
-    def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
-        return super().parameters(config)[:-1]

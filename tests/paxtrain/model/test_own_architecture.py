@@ -1,29 +1,38 @@
 """An architecture that is only named as package.module:Class trains on any mesh: all else reads its table."""
 
-import functools
+import dataclasses
+import pathlib
+import re
 
 import jax
 import numpy as np
 import pytest
 
+import paxtrain
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
+from paxtrain.huggingface.exporting import export
 from paxtrain.model import parameters, transformer
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.optimizer import decay_mask
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics, sampling
 from planner.planning.inputs import sections
+from tests.paxtrain import training
+from tests.paxtrain.model.parallel_block import ParallelBlock
+from tests.sources import ROOT
 
-BLOCK = "tests.paxtrain.model.parallel_block:"
+HERE = pathlib.Path(__file__).parent
+BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
+BAD = "tests.paxtrain.model.bad_models:"
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "sequence": 16, "vocab_size": 61}
 
 
-def config(module="ParallelBlock", mesh=None, **pipeline):
+def config(module=BLOCK, mesh=None, **pipeline):
     return from_dict(
         {
-            "model": {**SHAPE, "dtype": "float32", "vocab_multiple": 64, "module": BLOCK + module},
+            "model": {**SHAPE, "dtype": "float32", "vocab_multiple": 64, "module": module},
             "mesh": mesh or {},
             "batch": {"global_batch": 8, "micro_batch": 1},
             "pipeline": pipeline,
@@ -39,46 +48,118 @@ def test_its_parameters_are_those_of_its_table():
     assert metrics.flops_per_token(model) == 6 * (4 * layer + 61 * 32 + 32) + 12 * 4 * 32 * 16
     mask = decay_mask(model, transformer.shapes(model))
     assert mask["layers"]["ln"] == {"scale": False} and mask["layers"]["kv"] == {"kernel": True}
-    assert sampling.architecture(model)["module"] == BLOCK + "ParallelBlock"
+    assert sampling.architecture(model)["module"] == BLOCK
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gpipe"])
-def test_its_gradients_are_those_of_one_device(schedule):
-    mesh = {"data": 2, "pipe": 2, "tensor": 2, "sequence_parallel": schedule != "gpipe"}
-    c = config(mesh=mesh, schedule=schedule)
-    tokens = np.random.default_rng(0).integers(0, 61, (8, 17), dtype=np.int32)
-    trainer = Trainer(c, make_mesh(c.mesh))
-    params = transformer.init(c.model, jax.random.key(0))
-    right = jax.jit(jax.value_and_grad(functools.partial(transformer.loss, config=c.model)))(params, tokens)
-    mine = jax.device_put(jax.jit(trainer.layout.from_canonical)(params), trainer.state_shardings.params)
-    loss, grads, *_ = jax.jit(trainer.loss_and_gradients)(mine, jax.device_put(tokens, trainer.batch_sharding))
-    found = loss, trainer.layout.to_canonical(grads)
-    for one, other in zip(*map(jax.tree.leaves, (right, found)), strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
+BAD_TABLES = {
+    "Twice": "has the parameter layers/ln/scale 2 times",
+    "Strange": "layers/gate/kernel has the dim experts; known are layers, .*and products",
+    "Unstacked": "layers/gate/kernel has the dims 'embed ffn'; those of layers begin with layers",
+    "Elsewhere": "has the parameter router/kernel; paths are layers/MODULE/NAME and embedding/token",
+    "Headless": "lacks final_norm/scale",
+    "Indivisible": r"has the dims 'layers embed 3\*ffn'; tensor splits the first factor",
+    "SplitTwice": "of which tensor could split ffn and ffn; write the size of one as a number",
+    "Vector": "is a kernel with the dims 'layers ffn'; a kernel has two or more",
+    "UnknownRole": "its role must be one of kernel, norm, bias, table, got 'weight'",
+    "UnknownInit": "its init must be one of normal, residual, ones, zeros, got 'Normal'",
+    "WideNorm": "final_norm/bias has the dims 'ffn'; 'embed' would work",
+    "OneName": "has the name gate.weight in .* files; one of layers has {} for the layer's number",
+    "SameName": "has the name h.{}.gate of Hugging Face's files 2 times",
+    "FewNames": "has 2 names in Hugging Face's files for 3 arrays stacked by 'layers embed 3 ffn'",
+    "NoParameters": r"its parameters\(\) raises NotImplementedError",
+    "Rows": r"its parameters\(\) must return a tuple of paxtrain.model.spec.Parameter",
+    "Raises": r"its parameters\(\) raises AttributeError in line \d+: 'ModelConfig' object has no attribute 'shape'",
+    "WithArguments": r"must be made without arguments \(.*'depth'\)",
+    "Missing": "cannot be imported .*put its package on PYTHONPATH",
+    "jax": "is no architecture; derive its class",
+}
+
+
+@pytest.mark.parametrize(("module", "words"), BAD_TABLES.items(), ids=BAD_TABLES)
+def test_a_table_that_cannot_be_trained_is_refused(module, words):
+    with pytest.raises(UserError, match=words):
+        parameters.table(config(BAD + module).model)
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("module", "tensor", "words"),
     [
-        ("Twice", "has the parameter layers/ln/scale 2 times"),
-        ("Strange", "layers/gate/kernel has the dim experts; known are layers, .*and products"),
-        ("Unstacked", "layers/gate/kernel has the dims 'embed ffn'; those of layers begin with layers"),
-        ("Elsewhere", "has the parameter router/kernel; paths are layers/MODULE/NAME"),
-        ("Headless", "lacks final_norm/scale"),
-        ("Missing", "cannot be imported .*put its package on PYTHONPATH"),
-        ("jax", "is no architecture; derive its class"),
+        ("Shorter", 1, r"its layer\(\) is given x as float32\[1,16,32\] and returns float32\[1,15,32\]"),
+        ("Pair", 1, r"is given x as float32\[1,16,32\] and returns tuple; it must return the same shape and dtype"),
+        ("Misspelt", 1, r"its layer\(\) raises KeyError in line \d+: 'upp'"),
+        ("Whole", 2, r"its layer\(\) raises TypeError in line \d+: cannot reshape"),
     ],
 )
-def test_a_table_that_cannot_be_trained_is_refused(module, words):
+def test_a_layer_that_cannot_be_trained_is_refused_before_anything_runs(module, tensor, words):
+    c = config(BAD + module, mesh={"tensor": tensor})
     with pytest.raises(UserError, match=words):
-        parameters.table(config(module).model)
+        Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:tensor]))
 
 
-def test_what_only_the_families_have_says_so():
+def test_a_layer_that_returns_another_dtype_is_refused():
+    model = dataclasses.replace(config(BAD + "Wider").model, dtype="bfloat16")
+    with pytest.raises(UserError, match=r"given x as bfloat16\[1,16,32\] and returns float32\[1,16,32\]"):
+        transformer.check_layer(model, 1, False)
+    transformer.check_layer(dataclasses.replace(model, module=BAD + "Plain"), 2, True)
+
+
+def test_without_heads_no_attention_is_counted():
+    model = config(RECURRENCE).model
+    layer = 32 + 32 * 3 * 48 + 3 * 48 + 48 * 32
+    assert metrics.flops_per_token(model) == 6 * (4 * layer + 61 * 32 + 32)
+
+
+def test_the_page_shows_the_files():
+    files = [(HERE / name).read_text() for name in ("parallel_block.py", "recurrence.py")]
+    page = (ROOT / "docs" / "models.md").read_text()
+    shown = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(shown) == 2 and all(file.endswith(snippet) for file, snippet in zip(files, shown, strict=True))
+
+
+def test_what_only_the_families_have_says_so(monkeypatch):
     c = config()
-    with pytest.raises(UserError, match="has no model_types"):
-        architectures.weights({}, c.model)
+    for change, words in (
+        ({}, "has no model_types"),
+        ({"model_types": ("mine",)}, r"has model_types but no to_huggingface\(\)"),
+        (
+            {"model_types": ("mine",), "to_huggingface": dict},
+            "has no names in .* files for embedding/token, layers/ln/",
+        ),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=words):
+            for name, value in change.items():
+                patch.setattr(ParallelBlock, name, value)
+            architectures.weights({}, c.model)
     values = {name: {} for name in ("model", "pipeline", "batch", "compress")} | {"model": {"module": c.model.module}}
     with pytest.raises(UserError, match="ParallelBlock is not planned for"):
         sections(values)
+
+
+@pytest.mark.slow
+def test_it_trains_continues_and_samples_by_name(tmp_path):
+    home = training.corpus(tmp_path)
+    short = {
+        "run.steps": 2,
+        "model.layers": 2,
+        "model.hidden": 32,
+        "model.sequence": 32,
+        "mesh.data": 1,
+        "mesh.pipe": 2,
+    }
+    given = short | {"data.train": str(home / "data/train"), "data.validation": str(home / "data/validation")}
+    given |= {"mesh.tensor": 1, "batch.global_batch": 8, "batch.micro_batch": 2, "run.out": str(home / "run")}
+    given |= {"run.eval_batches": 1, "run.sample_tokens": 4, "optimizer.warmup_steps": 1, "pipeline.scan_layers": "on"}
+
+    def trained(steps):
+        config = paxtrain.load_config("tiny", given | {"run.steps": steps}, model=RECURRENCE)
+        assert config.model.module == RECURRENCE
+        return training.started(config).train()
+
+    assert trained(2).step == 2
+    further = trained(3)
+    assert further.finished and list(further.steps) == [1, 2, 3] and np.isfinite(further.losses).all()
+    assert isinstance(paxtrain.sample(home / "run", "12", 4), str)
+    with pytest.raises(UserError, match="has no model_types, so it is no model of Hugging Face's files"):
+        export(home / "run", home / "exported")
+    with pytest.raises(UserError, match="module"):
+        training.started(paxtrain.load_config("tiny", given | {"run.steps": 4}, model=BLOCK)).train()

@@ -1,0 +1,169 @@
+"""Properties of one layer: what it sees, what it keeps finite, what tensor parallelism changes. One device is enough.
+
+The devices of a tensor group are a vmap with the axis's name, which turns collectives into sums over its dim.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from paxtrain.config import ModelConfig
+from paxtrain.model import parameters, tensor_parallel, transformer
+from paxtrain.model.spec import Params
+
+TOLERANCE = 1e-4  # of the largest value; all is computed in float32
+_BATCH = 2
+
+
+class LayerRun(NamedTuple):
+    """A layer's forward and backward: its output, and the gradients of its parameters and of its input."""
+
+    output: jax.Array
+    weights: Params
+    input: jax.Array
+
+
+_Layer: TypeAlias = Callable[..., LayerRun]
+
+
+def random_params(config: ModelConfig) -> Params:
+    """Return canonical parameters of which none is zero, so that zeros hide no error."""
+    params = transformer.init(config, jax.random.key(0))
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+
+
+def difference(right: ArrayLike, found: ArrayLike, least: float = 0.0) -> float:
+    """Return the largest difference of two arrays, over the largest value of the first one; inf if one is not finite.
+
+    Args:
+        right: the array that is right.
+        found: the other one.
+        least: smallest divisor; below it there is rounding only.
+    """
+    right, found = np.asarray(right), np.asarray(found)
+    if not np.isfinite(right).all() or not np.isfinite(found).all():
+        return float("inf")
+    return float(np.abs(right - found).max() / max(np.abs(right).max(), least, 1e-30))
+
+
+def layer_properties(config: ModelConfig, tensor: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield names and checks of a layer's properties.
+
+    Args:
+        config: the model's shape, in float32.
+        tensor: devices of a tensor group.
+    """
+    weights = jax.tree.map(lambda w: w[0], random_params(config)["layers"])
+    x, g = jax.random.normal(jax.random.key(2), (2, _BATCH, config.sequence, config.hidden))
+    properties: dict[str, Callable[..., None]] = {
+        "a layer returns what it is given, in shape and dtype": _shapes,
+        "its output and its gradients are finite": _finite,
+        "an input of zeros has finite gradients": _zeros,
+        "a token sees no later one": _causal,
+        "documents do not see each other": _documents,
+        "a tensor group computes the same": functools.partial(_split, sequence=False),
+        "a tensor group that splits the sequence computes the same": functools.partial(_split, sequence=True),
+    }
+    for name, function in properties.items():
+        yield name, functools.partial(function, config, tensor, weights, x, g)
+
+
+def _pulled(config: ModelConfig, group: tensor_parallel.Group) -> _Layer:
+    """Return (weights, x, g, starts) -> LayerRun of one device, with g the gradient of the output."""
+
+    def run(weights: Params, x: jax.Array, g: jax.Array, starts: jax.Array | None = None) -> LayerRun:
+        def one(weights: Params, x: jax.Array) -> jax.Array:
+            return transformer.layer(weights, x, config, group, None, jnp.int32(0), starts)
+
+        y, pull = jax.vjp(one, weights, x)
+        return LayerRun(y, *pull(g))
+
+    return run
+
+
+@functools.lru_cache(maxsize=8)
+def _whole(config: ModelConfig) -> _Layer:
+    return jax.jit(_pulled(config, tensor_parallel.WHOLE))
+
+
+def _shapes(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
+    transformer.check_layer(config, 1, False)
+
+
+def _require_finite(run: LayerRun) -> None:
+    """Require that a layer's output and gradients are finite."""
+    for path, value in jax.tree_util.tree_leaves_with_path(run):
+        assert np.isfinite(value).all(), f"not finite: {jax.tree_util.keystr(path, simple=True, separator='/')}"
+
+
+def _finite(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
+    _require_finite(_whole(config)(weights, x, g))
+
+
+def _zeros(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
+    """Run it as an idle stage does, whose input and whose output's gradient are zeros."""
+    found = _whole(config)(weights, jnp.zeros_like(x), jnp.zeros_like(g))
+    _require_finite(found)
+    assert not any(np.any(w) for w in jax.tree.leaves(found.weights)), "without a gradient weights get one"
+
+
+def _causal(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
+    at = config.sequence // 2
+    one, other = (_whole(config)(weights, x, g).output for x in (x, x.at[:, at:].set(g[:, at:])))
+    error = difference(one[:, :at], other[:, :at])
+    assert error <= TOLERANCE, f"later tokens change the output of earlier ones by {error:.2g} of its largest value"
+
+
+def _documents(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
+    at = config.sequence // 2
+    starts = jnp.broadcast_to(jnp.where(jnp.arange(config.sequence) < at, 0, at), x.shape[:2])
+    one, other = (_whole(config)(weights, x, g, starts).output for x in (x, x.at[:, :at].set(g[:, :at])))
+    error = difference(one[:, at:], other[:, at:])
+    assert error <= TOLERANCE, (
+        f"a document changes the output of the next one by {error:.2g} of its largest value; LayerContext.starts says "
+        "where each token's document begins"
+    )
+
+
+def _split(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array, sequence: bool) -> None:
+    if tensor == 1 or (sequence and config.sequence % tensor):
+        return
+    transformer.check_layer(config, tensor, sequence)
+    known = {p.names[1:]: p for p in parameters.table(config) if p.lead == "layers"}
+
+    def split(path: tuple) -> int | None:
+        return known[tuple(entry.key for entry in path)].split
+
+    def parts(path: tuple, w: jax.Array) -> jax.Array:
+        place = split(path)
+        return jnp.stack([w] * tensor if place is None else jnp.split(w, tensor, axis=place))
+
+    def joined(path: tuple, w: jax.Array) -> jax.Array:
+        """Return a weight's gradient; that of one which is not split is summed over the parts of the sequence."""
+        place = split(path)
+        if place is None:
+            return w.sum(axis=0) if sequence else w
+        return jnp.concatenate(list(w), axis=place)
+
+    def tokens(x: jax.Array) -> jax.Array:
+        return jnp.stack(jnp.split(x, tensor, axis=1)) if sequence else jnp.stack([x] * tensor)
+
+    run = jax.jit(jax.vmap(_pulled(config, tensor_parallel.Group("tensor", sequence)), axis_name="tensor"))
+    by_path = jax.tree_util.tree_map_with_path
+    found, right = run(by_path(parts, weights), tokens(x), tokens(g)), _whole(config)(weights, x, g)
+    found = LayerRun(found.output, by_path(joined, found.weights), found.input)
+    right = LayerRun(tokens(right.output), right.weights, tokens(right.input))
+    of = f"with tensor={tensor}{' and sequence parallelism' if sequence else ''}"
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(right), jax.tree.leaves(found), strict=True):
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        error = difference(jnp.broadcast_to(one, other.shape), other)
+        assert error <= TOLERANCE, (
+            f"{of} {'the output' if where == 'output' else f'the gradient of {where}'} differs by {error:.2g} of its "
+            "largest value; a layer calls paxtrain.model.enter before kernels split by columns, and leave behind those "
+            "split by rows"
+        )

@@ -1,0 +1,153 @@
+"""A model on meshes and schedules against one device, and its state that is read again."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from paxtrain.config import Config, ModelConfig, from_dict
+from paxtrain.model import parameters, transformer
+from paxtrain.model.spec import Params
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.schedule.schedules import SPECS
+from paxtrain.testing.layers import TOLERANCE, difference, layer_properties, random_params
+
+_SMALL = ModelConfig(
+    vocab_size=61, layers=4, hidden=32, heads=4, intermediate=48, sequence=16, vocab_multiple=64, dtype="float32"
+)
+_ROUNDING = 1e-3  # a gradient below this part of the largest one may be rounding, as that of a bias of keys
+
+
+def check_model(
+    model: str | ModelConfig,
+    meshes: Sequence[tuple[int, int, int]] = ((2, 2, 2),),
+    schedules: Sequence[str] = ("eager_1f1b", "zb_h1"),
+) -> list[str]:
+    """Check the properties that the trainer needs of a model.
+
+    Without as many devices as a mesh has, one device emulates them.
+
+    Args:
+        model: architecture as package.module:Class, in a small shape, or the shape to check; it runs in float32.
+        meshes: sizes of (data, pipe, tensor).
+        schedules: names of schedules.
+
+    Returns:
+        The properties that hold.
+
+    Raises:
+        UserError: the model cannot be imported, or its table or its layer is refused.
+        AssertionError: a property does not hold; the message says which, and what was seen.
+    """
+    if isinstance(model, str):
+        model = dataclasses.replace(_SMALL, module=model, kv_heads=2)
+    model = dataclasses.replace(model, dtype="float32", attention="xla")
+    parameters.table(model)
+    found = []
+    for name, function in _properties(model, meshes, schedules):
+        try:
+            function()
+        except AssertionError as error:
+            raise AssertionError(f"{model.module or model.family}: {name}: {error}") from error
+        found.append(name)
+    return found
+
+
+def _properties(
+    model: ModelConfig, meshes: Sequence[tuple[int, int, int]], schedules: Sequence[str]
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield names and checks; the arguments are those of `check_model`."""
+    yield from layer_properties(model, max(tensor for _, _, tensor in meshes))
+    yield "loss and gradients are finite", functools.partial(_finite, model)
+    config = None
+    for mesh in meshes:
+        for number, schedule in enumerate(schedules if mesh[1] > 1 else schedules[:1]):
+            config = _config(model, mesh, schedule, sequence=number > 0)
+            name = f"gradients on {'x'.join(map(str, mesh))} with {schedule} are those of one device"
+            yield name, functools.partial(_gradients, config)
+    if config:
+        yield "a state that is saved and read again is the same", functools.partial(_restores, config)
+
+
+def _config(model: ModelConfig, mesh: tuple[int, int, int], schedule: str, sequence: bool) -> Config:
+    """Return the configuration of a mesh and a schedule, with layers in a loop.
+
+    Args:
+        model: the model's shape.
+        mesh: sizes of (data, pipe, tensor).
+        schedule: name of the schedule.
+        sequence: whether a tensor group splits the sequence, if it can.
+    """
+    data, pipe, tensor = mesh
+    splits = sequence and tensor > 1 and model.sequence % tensor == 0
+    chunks = SPECS[schedule].least_chunks if schedule in SPECS else 1
+    return from_dict(
+        {
+            "model": dataclasses.asdict(model),
+            "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "sequence_parallel": splits},
+            "pipeline": {"schedule": schedule, "virtual_stages": chunks, "scan_layers": "on"},
+            "batch": {"global_batch": 2 * data * pipe, "micro_batch": 1},
+        }
+    )
+
+
+def _tokens(model: ModelConfig, batch: int, seed: int = 1) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (batch, model.sequence + 1), 0, model.vocab_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _right(model: ModelConfig, batch: int) -> tuple[float, Params]:
+    """Return loss and gradients of the plain model on one device."""
+    run = jax.jit(jax.value_and_grad(functools.partial(transformer.loss, config=model)))
+    loss, grads = jax.device_get(run(random_params(model), _tokens(model, batch)))
+    return float(loss), grads
+
+
+def _finite(model: ModelConfig) -> None:
+    loss, grads = _right(model, 8)
+    wrong = [_name(path) for path, g in jax.tree_util.tree_leaves_with_path(grads) if not np.isfinite(g).all()]
+    assert np.isfinite(loss), f"the loss is {loss}"
+    assert not wrong, f"gradients are not finite: {', '.join(wrong)}"
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _trainer(config: Config) -> Trainer:
+    devices = jax.devices()
+    if len(devices) >= config.mesh.devices:
+        return Trainer(config, make_mesh(config.mesh, devices=devices[: config.mesh.devices]))
+    one = dataclasses.replace(config.mesh, data=1, pipe=1, tensor=1)
+    return Trainer(config, make_mesh(one, devices=devices[:1]), virtual=True)
+
+
+def _gradients(config: Config) -> None:
+    model, batch, trainer = config.model, config.batch.global_batch, _trainer(config)
+    params = jax.jit(trainer.layout.from_canonical, out_shardings=trainer.state_shardings.params)(random_params(model))
+    tokens = jax.device_put(_tokens(model, batch), trainer.batch_sharding)
+
+    @jax.jit
+    def run(params: Params, tokens: jax.Array) -> tuple[jax.Array, Params]:
+        loss, grads, *_ = trainer.loss_and_gradients(params, tokens)
+        return loss, trainer.layout.to_canonical(grads)
+
+    loss, grads = jax.device_get(run(params, tokens))
+    right_loss, right = _right(model, batch)
+    assert difference(np.float32(right_loss), loss) <= TOLERANCE, f"the loss is {loss}, not {right_loss}"
+    least = _ROUNDING * max(np.abs(g).max() for g in jax.tree.leaves(right))
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(right), jax.tree.leaves(grads), strict=True):
+        error = difference(one, other, least)
+        assert error <= TOLERANCE, f"{_name(path)} differs by {error:.2g} of its largest value"
+
+
+def _restores(config: Config) -> None:
+    """Read a state of numbers that are all different, so that none can be in another's place."""
+    trainer = _trainer(config)
+    saved = jax.tree.map(lambda x: np.arange(x.size).reshape(x.shape).astype(x.dtype), trainer.abstract_canonical())
+    again = jax.device_get(trainer.canonical(trainer.from_canonical(saved)))
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(saved), jax.tree.leaves(again), strict=True):
+        assert np.array_equal(one, other), f"{_name(path)} differs"

@@ -1,0 +1,56 @@
+"""Models of one's own have the properties that `check_model` asks for, and models without one of them are caught."""
+
+import pytest
+
+from paxtrain.config import ModelConfig
+from paxtrain.errors import UserError
+from paxtrain.schedule.schedules import names
+from paxtrain.testing import check_model
+
+BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
+BAD = "tests.paxtrain.model.bad_models:"
+SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "vocab_multiple": 64}
+
+
+def test_a_recurrence_trains_on_a_mesh_as_on_one_device():
+    found = check_model(ModelConfig(**SHAPE, module=RECURRENCE), schedules=["gpipe"])
+    assert len(found) == 10 and "gradients on 2x2x2 with gpipe are those of one device" in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("model", [BLOCK, RECURRENCE])
+def test_models_train_with_every_schedule(model, schedule):
+    check_model(model, schedules=["eager_1f1b", schedule])
+
+
+@pytest.mark.slow
+def test_families_have_the_properties_too():
+    check_model(ModelConfig(**SHAPE), [(1, 2, 2), (2, 1, 4)])
+    check_model(ModelConfig(**SHAPE, family="llama", kv_heads=2, tied_head=False, separator=5), [(1, 2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("NoSum", "a tensor group computes the same: with tensor=2 the output differs by .* and leave behind"),
+        pytest.param("NoEnter", "with tensor=2 the gradient of weights/ln/scale differs by", marks=pytest.mark.slow),
+        ("KeepsNaN", "an input of zeros has finite gradients: not finite: output"),
+        ("SeesAhead", "a token sees no later one: later tokens change the output of earlier ones by"),
+        pytest.param(
+            "OneDocument",
+            "documents do not see each other: a document changes the output of the next one by",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_model_without_a_property_is_caught(model, words):
+    with pytest.raises(AssertionError, match=f"{BAD}{model}: .*{words}"):
+        check_model(BAD + model)
+
+
+def test_bad_tables_are_refused_as_by_the_trainer():
+    with pytest.raises(UserError, match="has the parameter layers/ln/scale 2 times"):
+        check_model(BAD + "Twice")
+    with pytest.raises(UserError, match=r"its layer\(\) .* returns float32"):
+        check_model(BAD + "Shorter")
