@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
 
 if TYPE_CHECKING:  # they import jax, which takes long
@@ -174,3 +175,21 @@ class Architecture:
             c: what else the layer depends on.
         """
         raise NotImplementedError
+
+    def embedding_scale(self, config: ModelConfig) -> float:
+        """Return the factor of the tokens' rows of the embedding's table.
+
+        Args:
+            config: the model's shape.
+        """
+        return 1.0
+
+    def head(self, p: Params, y: "jax.Array", c: "LayerContext") -> "jax.Array":
+        """Return what is multiplied with the head's table, [B, S, H] in the compute dtype: the normalized y.
+
+        Args:
+            p: parameters of "final_norm".
+            y: the last layer's output, [B, S, H] in the compute dtype.
+            c: what else it depends on, with the number of layers as its index.
+        """
+        return nn.norm(p, y, c.config.norm_epsilon)

@@ -18,7 +18,7 @@ from jax import lax
 
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.model import cross_entropy, imported, parameters, pointwise
+from paxtrain.model import cross_entropy, imported, parameters
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model.context import Dropout, LayerContext, drop
 from paxtrain.model.spec import Parameter, Params, sizes
@@ -153,6 +153,12 @@ def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> No
     jax.eval_shape(jax.vmap(one, axis_name="tensor"), parameters.tree(weights), x, given((), "int32"))
 
 
+def _scaled(x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Return x times the architecture's factor of the tokens' rows."""
+    scale = parameters.architecture(config).embedding_scale(config)
+    return x if scale == 1 else x * scale
+
+
 @jax.named_scope("embed")
 def embed(
     p: Params,
@@ -176,7 +182,7 @@ def embed(
         [B, S, H] in the compute dtype, or this device's part of the sequence.
     """
     table = p["token"] if config.tied_head else p["token"][0]
-    x = tp.embedding_lookup(table, tokens, group)
+    x = _scaled(tp.embedding_lookup(table, tokens, group), config)
     if "position" in p:
         where = slice(tokens.shape[1]) if starts is None else positions(starts)
         position = p["position"][where]
@@ -208,11 +214,11 @@ def embed_gradient(
         starts: beginnings of the documents that `embed` got.
     """
     g = tp.enter(drop(g, config.embedding_dropout, dropout, 0, group), group).astype(jnp.float32)
-    token = grads["token"]
+    token, of_rows = grads["token"], _scaled(g, config)
     local, here = tp.local_ids(tokens, token.shape[-2], group.axis)
     rows = jnp.where(here & active, local, token.shape[-2])
     place = token.at[rows] if config.tied_head else token.at[0, rows]
-    added = {"token": place.add(g, mode="drop")}
+    added = {"token": place.add(of_rows, mode="drop")}
     if "position" in grads:
         where, total = (slice(tokens.shape[1]), g.sum(axis=0)) if starts is None else (positions(starts), g)
         added["position"] = grads["position"].at[where].add(jnp.where(active, total, 0))
@@ -225,7 +231,8 @@ def head_table(embedding: Params, config: ModelConfig) -> jax.Array:
 
 
 def _head_input(final_norm: Params, y: jax.Array, config: ModelConfig, group: tp.Group) -> jax.Array:
-    return tp.enter(pointwise.norm(final_norm, y, config.norm_epsilon), group)
+    context = LayerContext(config, group, None, config.layers, None)
+    return tp.enter(parameters.architecture(config).head(final_norm, y, context), group)
 
 
 @jax.named_scope("head_loss")

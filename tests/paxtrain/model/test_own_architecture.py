@@ -14,10 +14,12 @@ from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
 from paxtrain.huggingface.exporting import export
 from paxtrain.model import parameters, transformer
+from paxtrain.model import tensor_parallel as tp
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.optimizer import decay_mask
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics, sampling
+from paxtrain.testing import check_model
 from planner.planning.inputs import sections
 from tests.paxtrain import training
 from tests.paxtrain.model.parallel_block import ParallelBlock
@@ -25,7 +27,7 @@ from tests.sources import ROOT
 
 HERE = pathlib.Path(__file__).parent
 BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
-BAD = "tests.paxtrain.model.bad_models:"
+BAD, SCALED = "tests.paxtrain.model.bad_models:", "tests.paxtrain.model.scaled:Scaled"
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "sequence": 16, "vocab_size": 61}
 
 
@@ -101,6 +103,28 @@ def test_a_layer_that_returns_another_dtype_is_refused():
     with pytest.raises(UserError, match=r"given x as bfloat16\[1,16,32\] and returns float32\[1,16,32\]"):
         transformer.check_layer(model, 1, False)
     transformer.check_layer(dataclasses.replace(model, module=BAD + "Plain"), 2, True)
+
+
+def test_embedding_and_head_may_be_its_own():
+    """Those of a plain model say the same with other tables, which an untied head has apart."""
+    model = dataclasses.replace(config(SCALED).model, tied_head=False, layers=1)
+    params = transformer.init(model, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 61)
+    plain = params | {"embedding": {"token": params["embedding"]["token"] * np.array([32**0.5, 1])[:, None, None]}}
+    plain["final_norm"] = {"scale": 1 + params["final_norm"]["scale"]}
+    right = transformer.logits(plain, tokens, dataclasses.replace(model, module=BAD + "Plain"))
+    np.testing.assert_allclose(transformer.logits(params, tokens, model), right, rtol=1e-5, atol=1e-6)
+
+    rows = transformer.cast(params, model)["embedding"]
+    x, pull = jax.vjp(lambda p: transformer.embed(p, tokens, model, tp.WHOLE), rows)
+    zeros = jax.tree.map(np.zeros_like, rows)
+    found = transformer.embed_gradient(jax.tree.map(jax.numpy.asarray, zeros), tokens, x, model, tp.WHOLE, None)
+    np.testing.assert_allclose(found["token"], pull(x)[0]["token"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_embedding_and_head_of_its_own_train_on_a_mesh():
+    check_model(SCALED, schedules=["1f1b"])
 
 
 def test_without_heads_no_attention_is_counted():
