@@ -2,10 +2,32 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from paxtrain.config.checks import Checked, bounded, choice, each, multiples_near, near, positive, require
 
-FAMILIES = ("gpt2", "llama")
+
+class Family(NamedTuple):
+    """What rules, and plans for other trainers, ask of an architecture.
+
+    Attributes:
+        rotary: positions turn pairs of a head's dims, by rope_theta; otherwise they are learned.
+        gated: the feed-forward part is SwiGLU; otherwise GELU.
+        biases: kernels have biases, and norms are LayerNorm; otherwise RMSNorm.
+        grouped: keys and values may have fewer heads than queries.
+    """
+
+    rotary: bool
+    gated: bool
+    biases: bool
+    grouped: bool
+
+
+FAMILIES = {
+    "gpt2": Family(rotary=False, gated=False, biases=True, grouped=False),
+    "llama": Family(rotary=True, gated=True, biases=False, grouped=True),
+}
+_OWN = Family(rotary=False, gated=False, biases=False, grouped=True)  # rules out nothing: its table says what it has
 MOST_VOCABULARY = 2**24  # ids
 MOST_MULTIPLE = 2**16  # of vocab_multiple
 
@@ -62,7 +84,7 @@ class ModelConfig(Checked):
     module: str = ""
 
     def check(self) -> None:
-        choice("model.family", self.family, FAMILIES)
+        choice("model.family", self.family, tuple(FAMILIES))
         # Ten to a hundred times what the largest published models have.
         sizes = {"layers": 4096, "hidden": 2**18, "heads": 2**13, "kv_heads": 2**13, "intermediate": 2**20}
         bounded("model", self, vocab_size=MOST_VOCABULARY, vocab_multiple=MOST_MULTIPLE, sequence=2**24, **sizes)
@@ -75,7 +97,7 @@ class ModelConfig(Checked):
             require(0 <= rate < 1, f"model.{name} must be in [0, 1), got {rate}")
         choice("model.dtype", self.dtype, ("bfloat16", "float32"))
         choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
-        pairs = 2 if self.family == "llama" else 1
+        pairs = 2 if self.traits.rotary else 1
         heads = near(self.hidden // pairs, self.heads, lambda n: n % (self.kv_heads or n) == 0)
         shapes = each("model.heads", heads), each("model.hidden", multiples_near(pairs * self.heads, self.hidden))
         require(
@@ -89,14 +111,14 @@ class ModelConfig(Checked):
             each("model.kv_heads", near(self.heads, self.key_value_heads)),
         )
         require(
-            self.family == "llama" or bool(self.module) or self.key_value_heads == self.heads,
+            self.traits.grouped or self.key_value_heads == self.heads,
             f"model.kv_heads={self.kv_heads} needs model.family=llama, got {self.family}",
             {"model.family": "llama"},
             {"model.kv_heads": 0},
         )
         require(
-            self.family == "gpt2" or self.head_dim % 2 == 0,
-            f"model.family=llama turns pairs of a head's dimensions, and model.hidden={self.hidden} / "
+            not self.traits.rotary or self.head_dim % 2 == 0,
+            f"model.family={self.family} turns pairs of a head's dimensions, and model.hidden={self.hidden} / "
             f"model.heads={self.heads} leaves {self.head_dim} of them",
             *reversed(shapes),
         )
@@ -123,6 +145,11 @@ class ModelConfig(Checked):
             return self
         fits = self.fits_flash and capability >= FLASH_CAPABILITY
         return dataclasses.replace(self, attention="cudnn" if fits else "xla")
+
+    @property
+    def traits(self) -> Family:
+        """What rules ask of its architecture."""
+        return _OWN if self.module else FAMILIES[self.family]
 
     @property
     def fits_flash(self) -> bool:

@@ -40,22 +40,22 @@ def _written(value: object) -> str:
 
 def _model(model: ModelConfig) -> dict[str, object]:
     """Return the settings of the model's shape."""
-    llama = model.family == "llama"
+    gated, rotary = model.traits.gated, model.traits.rotary
     return {
-        "decoder_block": "llama2" if llama else "gpt3",
+        "decoder_block": "llama2" if gated else "gpt3",
         "base_emb_dim": model.hidden,
         "base_num_query_heads": model.heads,
         "base_num_kv_heads": model.key_value_heads,
         "base_mlp_dim": model.ffn,
         "base_num_decoder_layers": model.layers,
         "head_dim": model.head_dim,
-        "mlp_activations": '["silu","linear"]' if llama else '["gelu"]',
+        "mlp_activations": '["silu","linear"]' if gated else '["gelu"]',
         "vocab_size": model.padded_vocab,
         "logits_via_embedding": model.tied_head,
         "normalize_embedding_logits": False,  # else a tied head's logits are divided by sqrt(hidden)
         "max_target_length": model.sequence,
         "normalization_layer_epsilon": model.norm_epsilon,
-        **({"rope_max_timescale": round(model.rope_theta)} if llama else {"trainable_position_size": model.sequence}),
+        **({"rope_max_timescale": round(model.rope_theta)} if rotary else {"trainable_position_size": model.sequence}),
         "dtype": model.dtype,
         "reset_attention_mask": model.separator >= 0,
         **({"mmap_eod_id": model.separator, "packing_max_segments_per_sample": 0} if model.separator >= 0 else {}),
@@ -121,7 +121,7 @@ def _otherwise(model: ModelConfig) -> list[str]:
         found.append(f"documents are those of MaxText's data set; in those of type mmap {model.separator} ends them")
     else:
         found.append("MaxText keeps attention within the documents of its data set, unless that is of type mmap")
-    if model.family == "llama" and model.rope_theta % 1:
+    if model.traits.rotary and model.rope_theta % 1:
         whole = round(model.rope_theta)
         found.append(f"rope_max_timescale is a whole number, so it is {whole}, not {model.rope_theta}")
     return found

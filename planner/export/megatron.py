@@ -53,9 +53,12 @@ def _model(model: ModelConfig) -> list[str]:
     ]
     if model.key_value_heads != model.heads:
         lines += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
-    if model.family == "llama":
-        lines += ["--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope"]
-        lines += [f"--rotary-base {round(model.rope_theta)}"]
+    if model.traits.gated:
+        lines.append("--swiglu")
+    if not model.traits.biases:
+        lines += ["--normalization RMSNorm", "--disable-bias-linear"]
+    if model.traits.rotary:
+        lines += ["--position-embedding-type rope", f"--rotary-base {round(model.rope_theta)}"]
     if model.separator >= 0:
         lines.append("--dataloader-inter-document-masking")
     if not model.tied_head:
@@ -109,6 +112,6 @@ def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
         found.append("there is one --hidden-dropout for the embedding and the residual branches")
     if model.separator >= 0:
         found.append(f"documents are those of Megatron-LM's data set, whether or not {model.separator} begins them")
-    if model.family == "llama" and model.rope_theta % 1:
+    if model.traits.rotary and model.rope_theta % 1:
         found.append(f"--rotary-base is a whole number, so it is {round(model.rope_theta)}, not {model.rope_theta}")
     return found

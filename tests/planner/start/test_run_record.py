@@ -105,6 +105,7 @@ def test_a_row_says_where_the_run_was_placed(tmp_path):
     [
         ({"outer": {"every": 10, "groups": 2}}, "2 groups train apart"),
         ({"model": {"family": "llama"}}, "the model is a llama with a feed-forward part of 256"),
+        ({"model": {"module": "mine:Model"}}, "the model is a mine:Model with a feed-forward part of 256"),
         ({"model": {"intermediate": 128}}, "the model is a gpt2 with a feed-forward part of 128"),
         ({"compress": {"backward": {"messages": "epilogue"}}}, "messages are compressed"),
         ({"compress": {"forward": {"messages": "all"}}}, "messages are compressed"),
