@@ -156,18 +156,23 @@ def _llama(rng: np.random.Generator, alone: bool) -> Config:
             continue
 
 
-def designs(family: str = "gpt2") -> list[tuple[str, Config]]:
-    """Return the configurations of a family to compile, each with its set; they are the same every time."""
-    if family == "llama":
-        some, alone = np.random.default_rng(2), np.random.default_rng(3)
-        drawn = [_llama(some, False) for _ in range(LLAMAS)] + [_llama(alone, True) for _ in range(ALONE)]
-        return [(_SETS[2] if config.mesh.pipe == 1 else _SETS[0], config) for config in drawn]
+def _gpt2_designs() -> list[tuple[str, Config]]:
     small = _SMALL
     large = {"hidden": (1536, 2048, 3072, 4096), "sequence": (1024, 2048), "micro_batch": (1, 2, 4)}
     labels, held_out = np.random.default_rng(0), np.random.default_rng(1)
     return [("label", _draw(labels, small, *_PARAMETERS)) for _ in range(LABELS)] + [
         ("held out", _draw(held_out, large, 120e6, 480e6)) for _ in range(HELD_OUT)
     ]
+
+
+def _llama_designs() -> list[tuple[str, Config]]:
+    some, alone = np.random.default_rng(2), np.random.default_rng(3)
+    drawn = [_llama(some, False) for _ in range(LLAMAS)] + [_llama(alone, True) for _ in range(ALONE)]
+    return [(_SETS[2] if config.mesh.pipe == 1 else _SETS[0], config) for config in drawn]
+
+
+# The configurations of a family to compile, each with its set; they are the same every time.
+DESIGNS = {"gpt2": _gpt2_designs, "llama": _llama_designs}
 
 
 # --- Labels ---------------------------------------------------------------------------------------------------------
@@ -186,7 +191,7 @@ def make_labels(
         family: family of the models.
     """
     per_host, before = 8, {_fields(row.config): row for row in known}
-    chosen = designs(family)
+    chosen = DESIGNS[family]()
     new = [config for _, config in chosen if _fields(config) not in before]
     requests = [
         compiled.CompileRequest(
@@ -259,7 +264,7 @@ def report(rows: Sequence[LabelRow]) -> str:
             continue
         truth = np.array([row.memory.total for row in some])
         closed = np.array([bytes_of(row.config) for row in some])
-        bound = closed * np.exp([margin(r.config.model.family, r.config.mesh.pipe) for r in some])
+        bound = closed * np.exp([margin(r.config.model, r.config.mesh.pipe) for r in some])
         sizes = [parameters(row.config) / 1e6 for row in some]
         seconds = [row.memory.compile_seconds for row in some]
         off = np.abs(closed / truth - 1) * 100

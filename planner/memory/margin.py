@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paxtrain.config import ModelConfig
+
 _DATA = pathlib.Path(__file__).parent / "data"
 LABELS = {"gpt2": _DATA / "memory_labels.csv", "llama": _DATA / "memory_labels_llama.csv"}
 
@@ -37,13 +39,23 @@ MARGINS = {"gpt2": Margin(0.20066, 65), "llama": Margin(0.11056, 17)}
 ALONE = {"llama": Margin(0.48607, 8)}
 
 
-def margin(family: str, pipe: Any) -> Any:
-    """Return the logarithm of a family's margin for sizes of the pipe axis."""
-    several = MARGINS[family].log
-    return np.where(np.asarray(pipe) == 1, ALONE[family].log if family in ALONE else several, several)
+def _margins(model: ModelConfig) -> tuple[Margin, Margin]:
+    """Return the margins of a model with a pipeline and without; of an architecture of one's own the largest known."""
+    if model.module:
+        return max(MARGINS.values()), max(ALONE.values())
+    several = MARGINS[model.family]
+    return several, ALONE.get(model.family, several)
 
 
-def origin(family: str) -> str:
+def margin(model: ModelConfig, pipe: Any) -> Any:
+    """Return the logarithm of a model's margin for sizes of the pipe axis."""
+    several, alone = _margins(model)
+    return np.where(np.asarray(pipe) == 1, alone.log, several.log)
+
+
+def origin(model: ModelConfig) -> str:
     """Return what the estimate with a margin is, and what the margin was measured on."""
-    words = f"closed form + {MARGINS[family].words}"
-    return words + (f"; without a pipeline + {ALONE[family].words}" if family in ALONE else "")
+    several, alone = _margins(model)
+    words = f"closed form + {several.words}"
+    words += f"; without a pipeline + {alone.words}" if alone != several else ""
+    return words + (f"; none of them of {model.module}" if model.module else "")

@@ -11,7 +11,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
-from planner.memory.margin import MARGINS, margin, origin
+from planner.memory.margin import margin, origin
 from planner.search import layers
 from planner.search.space import Space
 
@@ -109,15 +109,15 @@ class Budget:
         """
         total = closed_form.analytic(self.shape(cluster, model, space)).total
         total = np.broadcast_to(total, (len(space),)).astype(float)
-        return total * np.exp(margin(model.family, space.pipe)) if self.has_margin(cluster, model) else total
+        return total * np.exp(margin(model, space.pipe)) if self.has_margin(cluster) else total
 
-    def has_margin(self, cluster: Cluster, model: ModelConfig) -> bool:
+    def has_margin(self, cluster: Cluster) -> bool:
         """Return whether the margin applies: it was measured on GPU programs."""
-        return self.margin and cluster.overlaps and model.family in MARGINS
+        return self.margin and cluster.overlaps
 
     def source(self, cluster: Cluster, model: ModelConfig) -> str:
         """Return the name of the estimate that the figures are."""
-        return origin(model.family) if self.has_margin(cluster, model) else "closed form"
+        return origin(model) if self.has_margin(cluster) else "closed form"
 
 
 def capability(cluster: Cluster) -> tuple[int, int]:

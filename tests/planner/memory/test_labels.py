@@ -8,9 +8,12 @@ import sys
 import numpy as np
 import pytest
 
+from paxtrain.config import ModelConfig
 from planner.memory import compiled, margin
 from planner.memory import labels as maker
 from tests.sources import ROOT
+
+LLAMA = ModelConfig(family="llama")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,8 @@ def test_the_margin_is_the_most_that_the_compiler_exceeded_the_closed_form_by(la
     found = logs(labels, "label")
     assert len(found) == margin.MARGINS["gpt2"].labels
     assert pytest.approx(found.max(), abs=1e-4) == margin.MARGINS["gpt2"].log
-    assert f"{math.expm1(found.max()):.0%}" in margin.origin("gpt2") and str(len(found)) in margin.origin("gpt2")
+    words = margin.origin(ModelConfig())
+    assert f"{math.expm1(found.max()):.0%}" in words and str(len(found)) in words
 
 
 @pytest.mark.parametrize(("name", "margins"), [("label", margin.MARGINS), ("without a pipeline", margin.ALONE)])
@@ -52,7 +56,7 @@ def test_llamas_have_margins_of_their_own(name, margins):
     found = logs(labels, name)
     assert len(found) == margins["llama"].labels
     assert pytest.approx(found.max(), abs=1e-4) == margins["llama"].log
-    assert f"{math.expm1(found.max()):.0%}" in margin.origin("llama")
+    assert f"{math.expm1(found.max()):.0%}" in margin.origin(LLAMA)
     assert {r.config.mesh.pipe == 1 for r in labels if r.set == name} == {name != "label"}
     assert all(r.config.model.family == "llama" for r in labels)
 
@@ -65,15 +69,20 @@ def test_the_margin_holds_for_programs_that_it_was_not_measured_on(labels):
 
 def test_the_margin_depends_on_the_family_and_on_whether_there_is_a_pipeline():
     several, alone = (margins["llama"].log for margins in (margin.MARGINS, margin.ALONE))
-    np.testing.assert_array_equal(margin.margin("llama", np.array([1, 2, 8])), [alone, several, several])
-    np.testing.assert_array_equal(margin.margin("gpt2", np.array([1, 2])), [margin.MARGINS["gpt2"].log] * 2)
+    np.testing.assert_array_equal(margin.margin(LLAMA, np.array([1, 2, 8])), [alone, several, several])
+    np.testing.assert_array_equal(margin.margin(ModelConfig(), np.array([1, 2])), [margin.MARGINS["gpt2"].log] * 2)
+    # An architecture of one's own, of which nothing was compiled, has the largest of all.
+    own = ModelConfig(module="some.package:Class")
+    np.testing.assert_array_equal(margin.margin(own, np.array([1, 2])), [alone, margin.MARGINS["gpt2"].log])
+    assert margin.origin(own).endswith("; none of them of some.package:Class")
 
 
 def test_a_memory_estimate_of_a_known_layer_imports_no_jax(tmp_path):
     """The first one of a model reads its layer's program, by jax; the cache has it from then on."""
     code = (
         "import sys; from planner.memory import closed_form, margin; from paxtrain.config import Config;"
-        "print(closed_form.analytic(closed_form.of(Config())).total * margin.margin('gpt2', 1), 'jax' in sys.modules)"
+        "total = closed_form.analytic(closed_form.of(Config())).total;"
+        "print(total * margin.margin(Config().model, 1), 'jax' in sys.modules)"
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     first, second = (
@@ -93,6 +102,6 @@ def test_the_table_has_a_line_for_each_set(labels):
 
 @pytest.mark.parametrize("family", sorted(margin.LABELS))
 def test_labels_survive_the_file(tmp_path, family):
-    rows = [row(config, 1000 + i, name) for i, (name, config) in enumerate(maker.designs(family))]
+    rows = [row(config, 1000 + i, name) for i, (name, config) in enumerate(maker.DESIGNS[family]())]
     maker.write(rows, tmp_path / "labels.csv")
     assert maker.read(tmp_path / "labels.csv") == rows
