@@ -55,7 +55,7 @@ _TABLE = {
         "planner/pipeline planner/search"
     ),
     "planner/planning": (
-        "paxtrain/config paxtrain/devices paxtrain/schedule paxtrain/study planner/cluster planner/cost "
+        "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule paxtrain/study planner/cluster planner/cost "
         "planner/memory planner/placement planner/report planner/search"
     ),
     "planner/answers": (

@@ -26,7 +26,7 @@ _LATENCY = 2e-6, 1.2e-5  # seconds inside a host and between hosts, typical of N
 # Bytes/s, each way, between two devices of a host: NVLink's rate by its data sheet.
 _INSIDE = {(8, 0): 300e9, (9, 0): 450e9}
 _REACHES = {"a100-80gb": "a100", "h100": "h100", "h100-500w": "limited"}
-_SAVES = {"none": "residuals", "full": "layer_inputs"}
+_SAVES = {"none": "residuals", "full": "layers"}
 
 
 @dataclasses.dataclass(frozen=True)

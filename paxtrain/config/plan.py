@@ -90,6 +90,7 @@ class Plan:
             pipe, tensor); empty: 0, 1, 2, ...
         outer: groups of data ranks that it is for; None: all train together. The configuration must have the same, or
             leave their number open.
+        module: model.module that it is for, which a configuration takes from it; empty: a family's, or not said.
         predicted: the planner's figures with their sources. A run prints `step_seconds` (of groups the median,
             `groups.median_step_seconds`) and `terms` beside what it measured; nothing depends on them.
     """
@@ -102,6 +103,7 @@ class Plan:
     devices_per_host: int = 0
     device_order: tuple[int, ...] = ()
     outer: PlannedGroups | None = None
+    module: str = ""
     predicted: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,8 +131,8 @@ class Plan:
         """Return the configuration of `values` (sections, as config.from_dict takes them) with this plan's sections.
 
         Raises:
-            UserError: the plan's sections do not fit the others, it is for other groups, or a section that it replaces
-                makes no sense by itself.
+            UserError: the plan's sections do not fit the others, it is for other groups or another architecture, or a
+                section that it replaces makes no sense by itself.
         """
         for name, section in _SECTIONS.items():
             read_section(section, values.get(name, {}), name)
@@ -138,6 +140,14 @@ class Plan:
         check_planned(self.outer, read_section(OuterConfig, outer, "outer"))
         if self.outer:
             values = {**values, "outer": outer | {"groups": self.outer.groups}}
+        if self.module:
+            model = values.get("model", {})
+            if (given := model.get("module") or self.module) != self.module:
+                raise UserError(
+                    f"the plan is for model.module={self.module}, but the configuration has model.module={given}; "
+                    f"train with model.module={self.module}, or plan anew"
+                )
+            values = {**values, "model": {**model, "module": self.module}}
         return from_dict({**values, **{name: dataclasses.asdict(getattr(self, name)) for name in _SECTIONS}})
 
 
@@ -146,6 +156,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
     values = dataclasses.asdict(plan)
     if plan.outer is None:
         del values["outer"]
+    if not plan.module:
+        del values["module"]
     return json.loads(json.dumps({"version": VERSION, **values}))
 
 
@@ -198,7 +210,8 @@ def from_json(values: object) -> Plan:
     version = values.get("version")
     if type(version) is not int or version != VERSION:  # True == 1, too
         raise UserError(f"version must be {VERSION}, got {version!r}")
-    kinds: dict[str, type] = {"hosts": list, "device_order": list, "devices_per_host": int, "predicted": dict}
+    kinds: dict[str, type] = {"hosts": list, "device_order": list, "devices_per_host": int, "module": str}
+    kinds["predicted"] = dict
     items: dict[str, type] = {"hosts": str, "device_order": int}
     known = {"version", *_SECTIONS, *kinds, "outer"}
     for key in values:

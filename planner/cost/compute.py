@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.model import FAMILIES, FLASH_CAPABILITY
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
 from paxtrain.schedule.schedules import Numbers
@@ -23,10 +24,12 @@ from planner.cluster.device_sheets import REACH, SHEETS, DeviceSheet
 from planner.cluster.products import UNKNOWN_SHAPES, ProductRates
 from planner.cost.closed_forms import ring
 from planner.program.cache import layer_program
-from planner.program.layer_program import LayerProgram, MatrixProduct
+from planner.program.layer_program import Bytes, LayerProgram, MatrixProduct, Work
 
 LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
-# Passes of F over its [B, S, H] activations in memory besides matrix products: norms, residual sums, GELU over 4 H.
+# Passes of F over its [B, S, H] activations in memory besides matrix products: norms, residual sums, GELU over 4 H. The
+# constants are fitted with these counts for GPT-2 and Llama, in whose compiled steps the passes are within 4% of them.
+# Those of other architectures are read from their programs.
 _ACTIVATION_PASSES = 22
 _SHARPNESS = 4  # of `launched`
 ITEM = {"bfloat16": 2, "float32": 4}
@@ -49,21 +52,15 @@ class _Again(NamedTuple):
     collectives: float
 
 
-# By pipeline.save. An F that B runs again leaves out its last collective.
-_WHOLE = _Again(1, 1, 1, 1, 1)
-_RECOMPUTED = {
-    "inputs": _WHOLE,
-    "layer_inputs": _WHOLE,
-    "residuals": _Again(0, 0, 0, 0, 0),
-    "dots": _Again(0, 0, 1, 0.5, 0),  # everything except matrix products
-    # What other trainers run again: Megatron-LM's selective recomputation, and torchtitan's of every other layer and of
-    # every other product with kernels.
+# What other trainers run again: PyTorch's recomputation of whole layers, which leaves out their last collective,
+# Megatron-LM's selective recomputation, and torchtitan's of every other layer and of every other product with kernels.
+_OTHERS = {
+    "layers": _Again(1, 1, 1, 1, 1),
     "scores": _Again(0, 1, 0, 0.5, 0),
     "half_layers": _Again(0.5, 0.5, 0.5, 0.5, 0.5),
     "half_products": _Again(0.5, 0, 1, 0.75, 0),
 }
-# All-gathers that sequence parallelism adds to B; those of "scores" lie under the products.
-_GATHERS = {"residuals": 0, "scores": 0, "dots": 2}
+_RELAUNCHED = {"dots": 0.5, "layer_inputs": 1.0}  # share of F's launches that B repeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +90,7 @@ class LayerCosts:
     chunk: float = 0.0
 
 
-def _all_reduce(members: int, size: int, alpha: float, bandwidth: float) -> float:
+def _all_reduce(members: int, size: float, alpha: float, bandwidth: float) -> float:
     """Return the seconds of an all-reduce of `size` bytes over a ring."""
     return 2 * (members - 1) * alpha + float(ring(size, members, bandwidth))
 
@@ -122,30 +119,126 @@ def _settled(model: ModelConfig, capability: tuple[int, int], stored_scores: boo
     return dataclasses.replace(model, attention="xla") if stored_scores else model.with_attention(capability)
 
 
-def _attention(
-    model: ModelConfig, program: LayerProgram, rates: ProductRates, tensor: int, micro_batch: int, shares: Shares
-) -> tuple[float, float]:
-    """Return the seconds of attention in F and in B.
+class _PassSeconds(NamedTuple):
+    """Seconds of passes over activations.
 
-    Args:
-        model: model whose attention is settled.
-        program: its layer's program.
-        rates: rates of its products.
-        tensor: T.
-        micro_batch: sequences of a micro-batch.
-        shares: shares of the data sheet.
+    Attributes:
+        forward: of F.
+        backward: of B with W.
+        split: what B without W has more than both together.
+        weights: of W by itself.
     """
-    forward, backward = program.forward.attention, program.backward.attention
-    if model.attention == "xla":
-        batch = -(-micro_batch * model.heads // tensor)
-        passes = shares.scores * batch * model.sequence**2 * rates.item / rates.memory
-        # B counts as two products for each of F's, with which the constants are fitted. By their own shapes they take
-        # up to 3% of a layer's B more or less.
-        seconds = _seconds(rates, forward, micro_batch)
-        return seconds + _SCORE_PASSES[0] * passes, 2 * seconds + _SCORE_PASSES[1] * passes
-    f, b = (sum(math.prod(one.sizes(micro_batch)) * one.times for one in products) for products in (forward, backward))
-    # Two operations for each product of numbers, and half of the scores.
-    return f / (_FLASH * rates.flops), b / (_FLASH * rates.flops)
+
+    forward: float
+    backward: float
+    split: float
+    weights: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One layer on a device of a tensor group, at the data sheet's rates.
+
+    Attributes:
+        model: model whose attention is settled.
+        tensor: T.
+        sequence_parallel: MeshConfig.sequence_parallel.
+        micro_batch: sequences of a micro-batch.
+        rates: rates of matrix products.
+        shares: shares of the data sheet.
+        inside: latency in seconds and bytes/s of a link inside a host.
+    """
+
+    model: ModelConfig
+    tensor: int
+    sequence_parallel: bool
+    micro_batch: int
+    rates: ProductRates
+    shares: Shares
+    inside: tuple[float, float]
+
+    def program(self, save: str) -> LayerProgram:
+        """Return the layer's program in a save mode, except "inputs"."""
+        return layer_program(self.model, self.tensor, self.sequence_parallel, save)
+
+    def products(self, work: Work) -> float:
+        """Return the seconds of products, without those of attention."""
+        return _seconds(self.rates, work.products, self.micro_batch)
+
+    def moves(self, size: Bytes) -> float:
+        """Return the seconds of passes that move bytes."""
+        return float(size.of(self.micro_batch)) / self.rates.memory
+
+    def passes(self) -> _PassSeconds:
+        """Return the seconds of passes over activations.
+
+        Norms and residual sums run whole on each device of a tensor group, or on parts; the wide part is split.
+        """
+        if self.model.module:
+            f, b, w, *_, moved = self.program("residuals")
+            backward = self.moves(moved)
+            return _PassSeconds(self.moves(f.moved), backward, self.moves(b.moved) - backward, self.moves(w.moved))
+        parts = self.tensor if self.sequence_parallel else 1
+        size = self.micro_batch * self.model.sequence * self.model.hidden * self.rates.item
+        once = size * (0.4 / parts + 0.6 / self.tensor) / self.rates.memory
+        forward = _ACTIVATION_PASSES * once
+        return _PassSeconds(forward, 2 * forward, _SPLIT_PASSES["input"] * once, _SPLIT_PASSES["weights"] * once)
+
+    def attention(self, work: Work, passes: float = 0.0, times: float = 1.0) -> float:
+        """Return the seconds of attention.
+
+        Args:
+            work: part of the layer.
+            passes: passes over scores besides those of `passes`, if they are stored.
+            times: factor on its products, if scores are stored.
+        """
+        # Two operations for each product of numbers, and half of the scores.
+        numbers = sum(math.prod(one.sizes(self.micro_batch)) * one.times for one in work.fused)
+        fused = numbers / (_FLASH * self.rates.flops)
+        stored = _seconds(self.rates, work.attention, self.micro_batch)
+        if self.model.module or not work.attention:
+            return fused + stored
+        scores = -(-self.micro_batch * self.model.heads // self.tensor) * self.model.sequence**2
+        traffic = self.shares.scores * scores * self.rates.item / self.rates.memory
+        return times * stored + passes * traffic
+
+    def exchanged(self, work: Work) -> float:
+        """Return the seconds of collectives over tensor.
+
+        An all-reduce over a ring is a reduce-scatter and an all-gather, which take half of it each (Korthikanti et al.
+        2022), as an all-to-all does.
+        """
+        total = 0.0
+        for one in work.collectives:
+            size = one.bytes.of(self.micro_batch) * (self.tensor if one.kind == "all-gather" else 1)
+            whole = _all_reduce(self.tensor, size, *self.inside)
+            hop = self.inside[0] + size / self.inside[1]
+            total += one.times * {"all-reduce": whole, "collective-permute": hop}.get(one.kind, whole / 2)
+        return total
+
+    def again(self, save: str) -> float:
+        """Return the seconds of what B runs again.
+
+        Args:
+            save: PipelineConfig.save, or one of _OTHERS.
+        """
+        if save == "residuals":
+            return 0.0
+        plain, launch, passes = self.program("residuals"), self.shares.layer_launch, self.passes().forward
+        first = plain.forward
+        if part := _OTHERS.get(save):
+            attention = self.attention(first, _SCORE_PASSES[0])
+            busy = part.products * self.products(first) + part.attention * attention + part.passes * passes
+            reduce = self.exchanged(first) / 2
+            gathers = self.sequence_parallel * (save != "scores") * reduce / 2  # those of "scores" lie under products
+            return launched(busy, part.launches * launch) + part.collectives * reduce + gathers
+        more = first
+        if save != "inputs":  # which keeps nothing of a layer, so that an F that keeps all comes first
+            found = self.program(save)
+            more = found.backward.beyond(plain.backward)
+            passes = max(self.moves(found.moved) - self.moves(plain.moved), 0.0) if self.model.module else passes
+        busy = self.products(more) + self.attention(more, _SCORE_PASSES[0]) + passes
+        return launched(busy, _RELAUNCHED.get(save, 1.0) * launch) + self.exchanged(more)
 
 
 def sheet(
@@ -160,16 +253,15 @@ def sheet(
 ) -> LayerCosts:
     """Return the data sheet's costs.
 
-    The products of F and B are read from the layer's program. Flash attention leaves out what is masked. F and B have
-    two all-reduces of [B, S, H] over tensor each (Shoeybi et al. 2019), rings of 2(T-1)/T; or reduce-scatters and
-    all-gathers, which are halves of them (Korthikanti et al. 2022).
+    The products and the collectives of F and B are read from the layer's program. Flash attention leaves out what is
+    masked.
 
     Args:
         model: model to train.
         device: data sheet.
         tensor: T.
         micro_batch: sequences of a micro-batch.
-        save: PipelineConfig.save, or what another trainer runs again, one of _RECOMPUTED.
+        save: PipelineConfig.save, or what another trainer runs again, one of _OTHERS.
         inside: latency in seconds and bytes/s of a link inside a host.
         shares: shares of the data sheet that the device reaches.
         sequence_parallel: MeshConfig.sequence_parallel.
@@ -179,27 +271,23 @@ def sheet(
     peak = (device.peak_flops if model.dtype == "bfloat16" else device.single_flops) * shares.matmul
     peak *= device.reach * (1.0 if device.sms else UNKNOWN_SHAPES)
     rates = ProductRates(peak, device.bandwidth * shares.memory, device.sms, item)
-    reduce = _all_reduce(tensor, tokens * h * item, *inside)
     ratio, launch = shares.backward / 2, shares.layer_launch  # 1 if B takes twice as long as F
 
     settled = _settled(model, device.capability, shares.stored_scores)
-    program = layer_program(settled, tensor, sequence_parallel, "residuals")
-    parts = program.forward, program.backward, program.weights
-    products, of_inputs, of_kernels = (_seconds(rates, part.products, micro_batch) for part in parts)
-    attention, attention_backward = _attention(settled, program, rates, tensor, micro_batch, shares)
-    # Norms and residual sums run whole on each device of a tensor group, or on parts; the wide part is split.
-    once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / rates.memory
-    passes = _ACTIVATION_PASSES * once
-    forward = launched(products + attention + passes, launch) + 2 * reduce
-    rest = ratio * (attention_backward + 2 * passes + of_inputs)  # of B besides its products for kernels
-    backward = launched(rest + ratio * of_kernels, 2 * launch) + 2 * reduce
-    part = _RECOMPUTED[save]
-    again = part.products * products + part.attention * attention + part.passes * passes
-    again = launched(again, part.launches * launch) + part.collectives * reduce
-    if sequence_parallel:
-        again += _GATHERS.get(save, 1) * reduce / 2
-    weights = launched(ratio * of_kernels + _SPLIT_PASSES["weights"] * once, 0.5 * launch)
-    rest = launched(rest + _SPLIT_PASSES["input"] * once, 1.5 * launch) + 2 * reduce + again
+    one = _Layer(settled, tensor, sequence_parallel, micro_batch, rates, shares, inside)
+    f, b, w, *_ = one.program("residuals")
+    # B's attention counts as two products for each of F's if a family stores scores, with which the constants are
+    # fitted. By their own shapes they take up to 3% of a layer's B more or less.
+    doubled = f if f.attention and not model.module else b
+    attention, attention_backward = one.attention(f, _SCORE_PASSES[0]), one.attention(doubled, _SCORE_PASSES[1], 2)
+    passes, of_kernels = one.passes(), ratio * one.products(w)
+    forward = launched(one.products(f) + attention + passes.forward, launch) + one.exchanged(f)
+    rest = ratio * (attention_backward + passes.backward + one.products(b))  # of B besides its products for kernels
+    backward = launched(rest + of_kernels, 2 * launch) + one.exchanged(b)
+    again = one.again(save)
+    weights = launched(of_kernels + passes.weights, 0.5 * launch)
+    rest = launched(rest + passes.split, 1.5 * launch) + one.exchanged(b) + again
+    reduce = _all_reduce(tensor, tokens * h * item, *inside)
     rows = model.padded_vocab // tensor
     logits = MatrixProduct(tokens, rows, h), MatrixProduct(tokens, h, rows), MatrixProduct(rows, h, tokens)
     traffic = 8 * tokens * model.padded_vocab / tensor * item / rates.memory
@@ -214,20 +302,25 @@ def sheet(
 
 TIMES = ("forward", "backward", "head", "embedding", "optimizer")
 PARTS = ("backward_input", "backward_weights")  # of backward; rows may lack them
-# The facts of a model that a row of a compute profile names; rows that name no family are of GPT-2.
+# The facts of a model that a row of a compute profile names; rows that name no family are of GPT-2. The family of an
+# architecture of one's own is its model.module.
 PROFILED = ("hidden", "heads", "sequence", "vocab", "dtype", "family", "key_value_heads", "ffn")
 
 
 def profiled(model: ModelConfig) -> tuple:
     """Return a model's values of PROFILED."""
     sizes = (model.hidden, model.heads, model.sequence, model.padded_vocab, model.dtype)
-    return (*sizes, model.family, model.key_value_heads, model.ffn)
+    return (*sizes, model.module or model.family, model.key_value_heads, model.ffn)
 
 
 def profiled_row(row: Mapping[str, Any]) -> tuple:
     """Return a row's values of PROFILED."""
     defaults = {"family": "gpt2", "key_value_heads": row["heads"], "ffn": 4 * row["hidden"]}
     return tuple({**defaults, **row}[key] for key in PROFILED)
+
+
+def _family(shape: tuple) -> str:
+    return str(shape[PROFILED.index("family")])
 
 
 @functools.lru_cache(maxsize=64)
@@ -299,12 +392,13 @@ def layer(
     """
     link = inside(cluster, kind)
     device = cluster.sheet(kind) or _CPU
-    groups = _groups(cluster, kind)
+    shape = (*profiled(model), tensor, save)
+    # Other architectures of one's own may not be there.
+    groups = {row: times for row, times in _groups(cluster, kind).items() if _family(row) in (*FAMILIES, model.module)}
     if not groups:
         if kind == "cpu":
             raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
         return sheet(model, device, tensor, micro_batch, save, link, cluster.shares, sequence_parallel)
-    shape = (*profiled(model), tensor, save)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]
     times = [name for name in (*TIMES, *PARTS) if name in rows]
@@ -314,7 +408,12 @@ def layer(
         *sizes, other_tensor, other_save = nearest
         names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
         attention = "xla" if model.attention == "xla" else "auto"
-        other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention=attention)
+        values = dict(zip(names, sizes, strict=True))
+        if values["family"] == model.module:
+            del values["family"]
+        else:
+            values["module"] = ""
+        other = dataclasses.replace(model, **values, attention=attention)
         # A profile is measured on groups inside a host, whatever hosts are taken together here.
         measured_inside = inside(cluster.parts or cluster, kind)
         there = sheet(other, device, other_tensor, micro_batch, other_save, measured_inside)
@@ -338,6 +437,15 @@ def source(cluster: Cluster) -> str:
         return f"{some}data sheet at up to {peak} of peak FLOP/s and {memory}, fitted to measured runs"
     assumed = "" if all(one.reach == REACH.get(one.capability) for one in sheets) else " (assumed)"
     return f"{some}data sheet at up to {peak} of peak FLOP/s{assumed} and {memory}, fitted to published runs"
+
+
+def unread(model: ModelConfig) -> str:
+    """Return the primitives of an architecture of one's own that are not known, in words for reports; "" if all are."""
+    if not model.module:
+        return ""
+    program = layer_program(model.with_attention(FLASH_CAPABILITY), 1, False, "residuals")
+    names = dict.fromkeys(name for work in program[:3] for name in work.unknown)
+    return f"; not known are {', '.join(names)}, which count as reading and writing their arrays" if names else ""
 
 
 # --- Sizes ------------------------------------------------------------------------------------------------------------

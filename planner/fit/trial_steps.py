@@ -77,6 +77,7 @@ def candidate(trial: Trial, own: bool) -> Candidate:
     """
     v, dtype = trial.virtual_stages, trial.model.dtype
     counts = np.array([[(n + chunk) // v for n in trial.stage_layers] for chunk in reversed(range(v))])
+    again = "layer_inputs" if own else "layers"  # which others run again as a whole
     return Candidate(
         data=trial.dp,
         pipe=trial.pp,
@@ -86,7 +87,7 @@ def candidate(trial: Trial, own: bool) -> Candidate:
         schedule=trial.schedule,
         counts=tuple(spec_of(trial.schedule).place(trial.pp, v).by_model(counts).tolist()),
         chunks=v,
-        save="layer_inputs" if trial.recompute else "residuals",
+        save=again if trial.recompute else "residuals",
         zero1=own,
         reduce_dtype="float32" if own else dtype,
         data_micro_batches=trial.data_micro_batches,

@@ -15,6 +15,7 @@ allocated; `per_stage` says which part of it a stage has in use, for drawings.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from paxtrain.schedule.schedules import code, each
 from planner.cost.coded import LOW_RANK, Coded, coded
 from planner.cost.outer import part
 from planner.program.cache import layer_program
-from planner.program.layer_program import Bytes
+from planner.program.layer_program import Bytes, LayerProgram
 
 # The share of a device's memory that a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts. cuBLAS,
 # cuDNN and NCCL take workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's default
@@ -192,25 +193,25 @@ def ring_depths(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]
     return residual * several, activation * several, gradient * several
 
 
-def _of_layer(shape: Shape, save: str, name: str) -> PerCandidate:
-    """Return bytes that a layer's program gives.
+def _of_layer(shape: Shape, save: str, size: Callable[[LayerProgram], Bytes]) -> PerCandidate:
+    """Return what a layer's program says of each candidate.
 
     Args:
         shape: candidates.
         save: PipelineConfig.save, but "inputs".
-        name: field of the program.
+        size: what it says.
     """
     tensor, sequence, batch = _columns(shape.tensor, shape.sequence_parallel, shape.micro_batch)
     found = np.zeros(tensor.shape)
     for one, splits in set(zip(tensor.ravel().tolist(), sequence.ravel().tolist())):
-        size: Bytes = getattr(layer_program(shape.model, one, splits == 1, save), name)
-        found = np.where((tensor == one) & (sequence == splits), size.of(batch), found)
+        here = size(layer_program(shape.model, one, splits == 1, save))
+        found = np.where((tensor == one) & (sequence == splits), here.of(batch), found)
     return found
 
 
 def kept(shape: Shape) -> dict[str, PerCandidate]:
     """Return the bytes that the forward of one layer leaves for its backward, by save mode; "inputs" keeps nothing."""
-    return {save: _of_layer(shape, save, "kept") for save in ("dots", "layer_inputs", "residuals")}
+    return {save: _of_layer(shape, save, lambda one: one.kept) for save in ("dots", "layer_inputs", "residuals")}
 
 
 def left(shape: Shape) -> dict[str, PerCandidate]:
@@ -219,7 +220,18 @@ def left(shape: Shape) -> dict[str, PerCandidate]:
     B leaves the gradients of what the layer's matrices make. paxtrain.pipeline.split_backward puts some of them in the
     place of what F keeps and W does not read; the others add to the ring.
     """
-    return {save: _of_layer(shape, save, "left") for save in SPLIT_SAVES}
+    return {save: _of_layer(shape, save, lambda one: one.left) for save in SPLIT_SAVES}
+
+
+def _scores(program: LayerProgram) -> Bytes:
+    """Return the numbers of the largest array that products of attention make in memory, its scores."""
+    sizes = [one.sizes(1) for one in program.forward.attention]
+    return Bytes(0, max((m * n * batch for m, n, _, batch in sizes), default=0))
+
+
+def _masks(program: LayerProgram) -> Bytes:
+    """Return 1 for each sequence if fused attention takes a mask, else 0."""
+    return Bytes(0, int(bool(program.forward.fused)))
 
 
 def _meets(shape: Shape) -> PerCandidate:
@@ -403,10 +415,9 @@ def _backward(shape: Shape) -> PerCandidate:
     model, c, t, tensor = shape.model, shape.compute, shape.tokens, np.asarray(shape.tensor)
     gathered = 4 * c * (np.asarray(shape.sequence_parallel) == 1)
     layer = t * model.hidden * (24 / shape.parts + 5.5 * c + gathered + 7 * c / tensor)
-    if model.attention != "cudnn":
-        layer = layer + t * model.heads / tensor * model.sequence * (4 + c)
-    elif model.separator >= 0:
-        layer = layer + t * c * model.sequence  # the mask; its gradient, which nothing uses, finds room elsewhere
+    layer = layer + _of_layer(shape, "residuals", _scores) * (4 + c)
+    if model.separator >= 0:  # the mask; its gradient, which nothing uses, finds room elsewhere
+        layer = layer + _of_layer(shape, "residuals", _masks) * c * model.sequence**2
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)

@@ -17,6 +17,7 @@ from paxtrain.config import (
 )
 from paxtrain.config.config import check_groups
 from paxtrain.errors import UserError
+from paxtrain.model import parameters
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.cost.coded import coded
@@ -111,11 +112,7 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
         if name not in values:
             raise UserError(f"the configuration has no section {name}; build it on configs/base.py")
     model = read_section(ModelConfig, values["model"], "model")
-    if model.module:
-        raise UserError(
-            f"model.module={model.module} is not planned for, since the planner knows the layers of GPT-2 and Llama "
-            "only; plan with the family that is most like it, and train with --plan=plan.json"
-        )
+    parameters.table(model)  # refused here if it cannot be laid out
     pipeline = read_section(PipelineConfig, values["pipeline"], "pipeline")
     batch = read_section(BatchConfig, values["batch"], "batch")
     compress = read_section(CompressConfig, values["compress"], "compress")

@@ -275,7 +275,7 @@ class _Planning:
             found.candidate,
             found.placement.hosts,
             step,
-            search.model.layers,
+            search.model,
             self.global_batch,
             self.compress,
             dict(predicted or {}),
@@ -359,7 +359,7 @@ class _Planning:
         measured = f"{len(cluster.samples)} sample(s), quantile {search.options.quantile:g}"
         return {
             "step times": "event simulation of the schedule's table",
-            "compute": compute.source(cluster),
+            "compute": compute.source(cluster) + compute.unread(search.model),
             "links": f"{cluster.source or 'the cluster file'}; {measured}",
             "memory of the ranked plans": search.budget.source(search.cluster, search.model),
             "memory of the chosen plan": rows[-1].source

@@ -4,7 +4,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
+from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.config.compress import SECONDS
 from paxtrain.config.options import NO_OPTIONS
 from paxtrain.config.plan import Plan, PlannedGroups
@@ -134,7 +134,7 @@ def decide(
     candidate: Candidate,
     hosts: np.ndarray,
     step: Step,
-    layer_count: int,
+    model: ModelConfig,
     global_batch: int,
     compress: CompressConfig,
     predicted: dict[str, object],
@@ -146,17 +146,18 @@ def decide(
         candidate: the plan that the search found.
         hosts: int [D, P], host of each tensor group.
         step: its predicted step, a batch of one.
-        layer_count: layers of the model.
+        model: model that was planned for.
         global_batch: sequences per step.
         compress: the configuration's compression, for the settings that the planner does not decide.
         predicted: figures to keep in the plan, as JSON values.
     """
     real = cluster.parts or cluster  # the devices have the same numbers in both
     return Plan(
-        **sections(candidate, layer_count, global_batch, compress, step.compressed[0]),
+        **sections(candidate, model.layers, global_batch, compress, step.compressed[0]),
         hosts=real.hosts if real.named else (),
         devices_per_host=real.devices_per_host,
         device_order=device_order(hosts, cluster.devices_per_host, candidate.tensor),
         outer=groups(candidate),
+        module=model.module,
         predicted=predicted,
     )

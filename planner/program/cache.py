@@ -69,14 +69,14 @@ def _digest(program: Any) -> str:
 
 
 def _parse(values: list) -> LayerProgram:
-    forward, backward, weights, kept, left = values
-    return LayerProgram(_work(forward), _work(backward), _work(weights), Bytes(*kept), Bytes(*left))
+    return LayerProgram(*map(_work, values[:3]), *(Bytes(*size) for size in values[3:]))
 
 
 def _work(values: list) -> Work:
-    products, attention, collectives = values
+    *products, collectives, moved, unknown = values
     return Work(
-        tuple(MatrixProduct(*one) for one in products),
-        tuple(MatrixProduct(*one) for one in attention),
+        *(tuple(MatrixProduct(*one) for one in some) for some in products),
         tuple(LayerCollective(kind, axis, Bytes(*size), count) for kind, axis, size, count in collectives),
+        Bytes(*moved),
+        tuple(unknown),
     )

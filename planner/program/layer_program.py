@@ -61,18 +61,34 @@ class LayerCollective(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The products and collectives of a part of a layer.
+    """What a part of a layer computes, exchanges and moves.
 
     Attributes:
         products: matrix products, except those of attention.
-        attention: matrix products of attention over all scores, also those that a fused kernel computes: two in F and
-            five in B, of which one makes the scores again.
+        attention: matrix products with a batch, as attention's over all scores are: two in F and four in B.
+        fused: matrix products that attention's fused kernels compute: two in F and five in B, of which one makes the
+            scores again.
         collectives: collectives.
+        moved: bytes that elementwise passes and reductions read and write.
+        unknown: primitives of which the reader does not know what they are; their bytes are among those moved.
     """
 
     products: tuple[MatrixProduct, ...]
     attention: tuple[MatrixProduct, ...]
+    fused: tuple[MatrixProduct, ...]
     collectives: tuple[LayerCollective, ...]
+    moved: Bytes
+    unknown: tuple[str, ...]
+
+    def beyond(self, other: "Work") -> "Work":
+        """Return what this work has besides another one, except what both move."""
+        return Work(*map(_beyond, self[:4], other[:4]), Bytes(0, 0), ())
+
+
+def _beyond(some: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    known = {one._replace(times=0): one.times for one in others}
+    more = [one._replace(times=one.times - known.get(one._replace(times=0), 0)) for one in some]
+    return tuple(one for one in more if one.times > 0)
 
 
 class LayerProgram(NamedTuple):
@@ -84,6 +100,7 @@ class LayerProgram(NamedTuple):
         weights: W: the products that only the weights' gradients need.
         kept: bytes that F leaves for B.
         left: bytes that B adds to these for W, if the backward is split.
+        moved: bytes that the passes of B and W move together, if W is not apart.
     """
 
     forward: Work
@@ -91,3 +108,4 @@ class LayerProgram(NamedTuple):
     weights: Work
     kept: Bytes
     left: Bytes
+    moved: Bytes

@@ -6,7 +6,7 @@ is a multiple of it, and one that does not is none.
 
 import collections
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from paxtrain.config import ModelConfig
+from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
 from paxtrain.model.context import Dropout
 from paxtrain.model.spec import Params
@@ -24,17 +25,21 @@ from paxtrain.pipeline.split_backward import SplitBackward
 from paxtrain.process.jax_private import without_cudnn
 from paxtrain.xla import traced
 from planner.program.layer_program import Bytes, LayerCollective, LayerProgram, MatrixProduct, Work
+from planner.program.operations import ATTENTION, Names, Operation, Value, attention, operations
+from planner.program.traffic import Traffic
 
 _AXIS = "tensor"
 _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093)
-# Fused attention by the names of its primitives, and the products that it computes for each head.
-_FUSED = {"dot_product_attention_fwd": (1, 1), "dot_product_attention_bwd": (2, 3)}  # that make scores, and others
 
 Counted = TypeVar("Counted", MatrixProduct, LayerCollective)
 
 
 def read(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) -> LayerProgram:
-    """Return the program of a layer, see planner.program.cache.layer_program."""
+    """Return the program of a layer, see planner.program.cache.layer_program.
+
+    Raises:
+        UserError: the layer of an architecture of one's own cannot be traced.
+    """
     rows = {p.names[1:]: p for p in parameters.table(model) if p.names[0] == "layers"}
     weights = {n: _array(p.shape(model, tensor), model.dtype if p.cast else "float32") for n, p in rows.items()}
     sizes = [size for leaf in weights.values() for size in leaf.shape]
@@ -52,8 +57,15 @@ def read(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) ->
     x = _array((batch, model.sequence // (tensor if sequence_parallel else 1), model.hidden), model.dtype)
     random = Dropout(_array((2,), "uint32"), _array((batch,), "int32")) if model.residual_dropout else None
     starts = _array((batch, model.sequence), "int32") if model.separator >= 0 else None
-    with without_cudnn():
-        jax.eval_shape(mapped, parameters.tree(weights), x, _array((), "int32"), random, starts)
+    try:
+        with without_cudnn():
+            jax.eval_shape(mapped, parameters.tree(weights), x, _array((), "int32"), random, starts)
+    except Exception as error:
+        if not model.module:
+            raise
+        raise UserError(
+            f"model.module={model.module}: tracing its layer for tensor={tensor} raises {type(error).__name__}: {error}"
+        ) from error
     return found[0]
 
 
@@ -87,14 +99,29 @@ class _Reader:
 
         vjp = SplitVjp(save_policy(save)(layer), weights, x, *rest)
         split = SplitBackward(vjp, weights, x)
-        forward = jax.make_jaxpr(lambda *of_layer: layer(*of_layer, *rest))(weights, x)
+        first = jax.make_jaxpr(lambda *of_layer: vjp.forward(*of_layer, *rest))(weights, x)
+        made: Names = {}
+        forward = list(operations(first.jaxpr.eqns, made))
+        known: Names = {}
+        backward, last = (list(operations(some, known)) for some in (split.input_equations, split.weight_equations))
+        # W makes some of what B makes once more, if it is apart.
+        again = {value for one in last for value in one.makes}
+        left = [value for one in last for value in one.reads if value not in again]
+        both = {id(one) for one in split.input_equations}
+        joined = [*backward, *operations([one for one in split.weight_equations if id(one) not in both], known)]
         return LayerProgram(
-            self._work(forward.jaxpr.eqns),
-            self._work(split.input_equations),
-            self._work(split.weight_equations),
+            self._work(forward, [made[x] for x in first.jaxpr.outvars if isinstance(x, core.Var) and x in made]),
+            self._work(backward, left),
+            self._work(last),
             self._bytes(vjp.kept),
             self._bytes(split.leaves[len(vjp.kept) :]),
+            self._moved(Traffic(joined, self._batch)),
         )
+
+    def _moved(self, passes: Traffic) -> Bytes:
+        """Return the bytes that passes move."""
+        found = [(self._bytes([array]), times) for array, times in passes.moved]
+        return Bytes(sum(size.fixed * times for size, times in found), sum(size.each * times for size, times in found))
 
     def _bytes(self, arrays: Iterable[Any]) -> Bytes:
         """Return the bytes of arrays."""
@@ -110,25 +137,35 @@ class _Reader:
         [name] = grows
         return one._replace(grows=name, **{name: getattr(one, name) // self._batch})
 
-    def _work(self, equations: Iterable[Any]) -> Work:
-        """Return what equations compute and exchange."""
+    def _work(self, program: Sequence[Operation], results: Iterable[Value] = ()) -> Work:
+        """Return what operations compute, exchange and move.
+
+        Args:
+            program: the operations.
+            results: results besides those that no operation reads.
+        """
         products: collections.Counter[MatrixProduct] = collections.Counter()
-        attention: collections.Counter[MatrixProduct] = collections.Counter()
+        batched: collections.Counter[MatrixProduct] = collections.Counter()
+        fused: collections.Counter[MatrixProduct] = collections.Counter()
         exchanged: collections.Counter[LayerCollective] = collections.Counter()
-        for equation, turns in _within(equations, 1):
-            name, shapes = equation.primitive.name, [x.aval.shape for x in equation.invars]
-            fused = next((kind for kind in _FUSED if name.startswith(kind)), None)
-            if fused:
-                for one, count in zip(self._attention(*shapes[:2]), _FUSED[fused]):
-                    attention[one] += turns * count
+        for name, equation, turns, *_ in program:
+            if equation is None:
+                continue
+            shapes, params = [x.aval.shape for x in equation.invars], equation.params
+            if kind := attention(name):
+                for one, count in zip(self._attention(*shapes[:2]), ATTENTION[kind]):
+                    fused[one] += turns * count
             elif name == "dot_general":
-                one = self._dot(shapes[0], shapes[1], equation.params["dimension_numbers"])
-                # No kernel of a layer has a batch.
-                (attention if equation.params["dimension_numbers"][1][0] else products)[one] += turns
+                one = self._dot(shapes[0], shapes[1], params["dimension_numbers"])
+                (batched if params["dimension_numbers"][1][0] else products)[one] += turns
+            elif name == "conv_general_dilated":
+                products[self._convolution(equation)] += turns
             elif name in traced.KINDS:
                 size = self._bytes([x.aval for x in equation.invars])
                 exchanged[LayerCollective(traced.KINDS[name], _AXIS, size)] += turns
-        return Work(_counted(products), _counted(attention), _counted(exchanged))
+        passes = Traffic(program, self._batch, results)
+        counted = (_counted(some) for some in (products, batched, fused))
+        return Work(*counted, _counted(exchanged), self._moved(passes), passes.unknown)
 
     def _attention(self, queries: Sequence[int], keys: Sequence[int]) -> tuple[MatrixProduct, MatrixProduct]:
         """Return the products that make scores [S, S] and contexts [S, D], of queries [B, S, N, D]."""
@@ -142,20 +179,13 @@ class _Reader:
         k, batch = (math.prod(left[i] for i in some) for some in (over, together))
         return self._product(math.prod(left) // (k * batch), math.prod(right) // (k * batch), k, batch)
 
+    def _convolution(self, equation: Any) -> MatrixProduct:
+        """Return the product that a convolution is, whose rows are windows of its input."""
+        groups, numbers = equation.params["feature_group_count"], equation.params["dimension_numbers"]
+        kernel, made = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
+        features = kernel[numbers.rhs_spec[0]]
+        return self._product(math.prod(made) // features, features // groups, math.prod(kernel) // features, groups)
+
 
 def _counted(found: collections.Counter[Counted]) -> tuple[Counted, ...]:
     return tuple(one._replace(times=count) for one, count in found.items())
-
-
-def _within(equations: Iterable[Any], turns: int) -> Iterator[tuple[Any, int]]:
-    """Yield the equations that call no others, on GPUs, with the number of times that they run."""
-    for equation in equations:
-        name, params = equation.primitive.name, equation.params
-        if name == "cond":
-            inner = [branch.jaxpr for branch in traced.branches(params, "cuda")[-1:]]
-        else:
-            inner = list(core.jaxprs_in_params(params))
-        if not inner:
-            yield equation, turns
-        for jaxpr in inner:
-            yield from _within(jaxpr.eqns, turns * params["length"] if name == "scan" else turns)

@@ -26,7 +26,7 @@ def layer(run: runs.PublishedRun, save: str) -> costs.LayerCosts:
 
 def test_one_host_is_compute_and_optimizer():
     run = NAMED["Korthikanti 22B full"]
-    one, model = layer(run, "layer_inputs"), run.model
+    one, model = layer(run, "layers"), run.model
     held = 48 * costs.layer_parameters(model, 8) + costs.embedding_parameters(model, 8, 1)
     expected = 48 * (one.forward + one.backward) + one.embedding + one.head + held * one.optimizer
     assert predicted(run) == pytest.approx(expected)
@@ -37,7 +37,7 @@ def test_scores_in_memory_cost_time_and_are_what_selective_recomputation_runs_ag
     stored, flash = layer(run, "residuals"), layer(dataclasses.replace(run, flash=True), "residuals")
     assert stored.forward > 1.05 * flash.forward
     again = layer(run, "scores").backward - stored.backward
-    assert 0 < again < 0.5 * (layer(run, "layer_inputs").backward - stored.backward)
+    assert 0 < again < 0.5 * (layer(run, "layers").backward - stored.backward)
 
 
 def test_sharded_weights_lie_under_the_layers_unless_the_links_are_slow():

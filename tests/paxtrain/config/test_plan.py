@@ -132,7 +132,7 @@ def test_a_plan_that_does_not_fit_the_model():
         ({"version": True}, ["version must be 1", "True"]),
         ({"version": 1.0}, ["version must be 1", "1.0"]),
         ({"compress": {"min_ratio": 10**400}}, ["compress.min_ratio must be a finite number", "about 400 digits"]),
-        ({"meshes": {}}, ["unknown key meshes", "mesh, outer, pipeline"]),
+        ({"meshes": {}}, ["unknown key meshes", "mesh, module, outer, pipeline"]),
         ({"mesh": None}, ["section mesh is missing"]),
         ({"mesh": [2, 2, 2]}, ["mesh must be a mapping", "[2, 2, 2]"]),
         (

@@ -21,7 +21,6 @@ from paxtrain.parallel.optimizer import decay_mask
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics, sampling
 from paxtrain.testing import check_model
-from planner.planning.inputs import sections
 from tests.paxtrain import training
 from tests.paxtrain.model.parallel_block import ParallelBlock
 from tests.sources import ROOT
@@ -167,9 +166,6 @@ def test_what_only_the_families_have_says_so(monkeypatch):
             for name, value in change.items():
                 patch.setattr(ParallelBlock, name, value)
             architectures.weights({}, c.model)
-    values = {name: {} for name in ("model", "pipeline", "batch", "compress")} | {"model": {"module": c.model.module}}
-    with pytest.raises(UserError, match="ParallelBlock is not planned for"):
-        sections(values)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from paxtrain.config.load import load_config
 from paxtrain.devices.gpus import GPUS
 from paxtrain.profiling import ledger
 from paxtrain.xla import aot, hlo
+from planner.program.cache import layer_program
 
 H100 = GPUS["h100"]
 
@@ -49,6 +50,12 @@ def test_saving_products_only_runs_none_of_them_twice_and_moves_little_more(resi
     assert dots.executed < 1.001
     assert dots.total < 1.15 * residuals.total
     assert dots.temporary < 4.1e9
+    # What the planner reads from the layer's trace is what XLA makes of it.
+    c = ledger.one_device(load_config("gpt_1_3b"))
+    for save, compiled in (("residuals", residuals), ("dots", dots)):
+        program = layer_program(c.model, 1, False, save)
+        moved = sum(size.of(c.batch.micro_batch) for size in (program.forward.moved, program.moved))
+        assert c.model.layers * moved == pytest.approx(compiled.moved["layers"], rel=0.1)
 
 
 def test_the_plain_step_runs_the_same_products():

@@ -107,9 +107,14 @@ def test_sequence_parallelism_sends_parts_and_gathers_them_again():
     assert after.step(link_seconds.fabric(some), hosts).total < before.step(link_seconds.fabric(some), hosts).total
 
 
-@pytest.mark.parametrize(("save", "gathers"), [("residuals", 0), ("dots", 2), ("layer_inputs", 1), ("inputs", 1)])
-def test_sequence_parallelism_costs_gathers_in_the_backward(save, gathers):
-    """Differences from links without latency and bytes leave the gathers, which the test counts."""
+@pytest.mark.parametrize(
+    ("save", "reduced", "gathers"), [("residuals", 2, 0), ("dots", 2, 2), ("layer_inputs", 3, 1), ("inputs", 4, 0)]
+)
+def test_the_backward_reduces_again_and_gathers_with_sequence_parallelism(save, reduced, gathers):
+    """Differences from links without latency and bytes leave the collectives, which the test counts.
+
+    If an F runs again, its last all-reduce is needed only if nothing of the next layer was kept.
+    """
 
     def backward(bandwidth: float, sequence: bool) -> float:
         inside = (0.0, bandwidth)
@@ -117,8 +122,35 @@ def test_sequence_parallelism_costs_gathers_in_the_backward(save, gathers):
 
     slow, none = 1e9, 1e30
     travels = [backward(slow, sequence) - backward(none, sequence) for sequence in (False, True)]
-    assert travels[1] - travels[0] == pytest.approx(gathers * 3 / 4 * 2 * 1024 * 1024 * 2 / slow, rel=1e-6, abs=1e-9)
+    gather = 3 / 4 * 2 * 1024 * 1024 * 2 / slow
+    assert travels[0] == pytest.approx(reduced * 2 * gather, rel=1e-6)
+    assert travels[1] - travels[0] == pytest.approx(gathers * gather, rel=1e-6, abs=1e-9)
     assert backward(none, True) < backward(none, False)  # norms and dropout run on a part
+
+
+@pytest.mark.parametrize(
+    ("save", "attention", "matrices", "scores"),
+    [
+        ("residuals", "auto", 0, 0),
+        ("dots", "auto", 0, 0),
+        ("dots", "xla", 0, 1),  # to make the probabilities anew
+        ("layer_inputs", "auto", 8, 2),  # queries, keys, values, out and up, but not down, whose result B does not read
+        ("layer_inputs", "xla", 8, 2),
+        ("inputs", "auto", 12, 2),
+        ("layers", "auto", 12, 2),  # PyTorch's
+    ],
+)
+def test_the_backward_runs_the_products_again_that_it_needs(save, attention, matrices, scores):
+    """Memory that takes no time leaves products: of H x H matrices, and of scores with D numbers each."""
+    sheet = dataclasses.replace(SHEETS["h100"], sms=0, bandwidth=1e30)
+    model, peak = dataclasses.replace(MODEL, attention=attention), sheet.peak_flops * sheet.reach * 0.88
+    times = [
+        costs.sheet(model, sheet, 1, 2, how, (0.0, 1e30), Shares(layer_launch=0.0)).backward
+        for how in (save, "residuals")
+    ]
+    share = 1 if attention == "xla" else 0.5 / 0.7  # flash attention leaves out half of the scores
+    again = matrices * 2 * 2048 * 1024**2 + share * scores * 2 * 2048 * 1024 * 1024
+    assert times[0] - times[1] == pytest.approx(again / peak, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(("data", "pipe", "gather"), [(2, 2, 1.5), (4, 1, 1.0)])

@@ -79,15 +79,17 @@ def test_products_are_those_of_the_models_equations(name, tensor, sequence):
     assert products(found.forward.products) == products(product(tokens, o, i) for i, o in of_kernels)
     assert products(found.backward.products) == products(product(tokens, i, o) for i, o in of_kernels)
     assert products(found.weights.products) == products(product(i, o, tokens) for i, o in of_kernels)
-    assert not found.weights.attention + found.weights.collectives
+    assert not found.weights.attention + found.weights.fused + found.weights.collectives
     # Queries that share keys and values are rows of one product, if XLA computes it.
     s, d, shared = m.sequence, m.head_dim, 1 if m.attention == "cudnn" else m.heads // m.key_value_heads
     rows, heads = shared * s, batch * m.heads // shared // tensor
     scores, contexts = product(rows, s, d, heads), product(rows, d, s, heads)
-    assert products(found.forward.attention) == products([scores, contexts])
+    kind, other = ("fused", "attention") if m.attention == "cudnn" else ("attention", "fused")
+    assert products(getattr(found.forward, kind)) == products([scores, contexts])
     again = m.attention == "cudnn"  # flash attention's backward makes the scores again
     backward = [scores._replace(times=1 + again), contexts, product(s, d, rows, heads, times=2)]
-    assert products(found.backward.attention) == products(backward)
+    assert products(getattr(found.backward, kind)) == products(backward)
+    assert not getattr(found.forward, other) + getattr(found.backward, other)
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -169,6 +171,23 @@ def test_bytes_are_those_counted_by_hand(name, tensor, sequence, save):
         assert found.kept.fixed <= table + 32
     if save != "layer_inputs":
         assert found.left == Bytes(0, int(left))
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "forward", "backward"),
+    [("gpt2", "residuals", 30.0, 34.3), ("gpt2", "dots", 24.0, 58.3), ("llama", "residuals", 22.4, 50.4)],
+)
+def test_passes_move_what_xlas_kernels_do(name, save, forward, backward):
+    """Expected are the bytes of a layer's kernels without products, over those of [B, S, H], compiled for an H100."""
+    sizes = {"hidden": 2048, "heads": 16, "sequence": 2048}
+    sizes |= {"kv_heads": 8, "intermediate": 5632} if name == "llama" else {}
+    found = programs.layer_program(model(name, **sizes), 1, False, save)
+    once = 2048 * 2048 * 2
+    assert found.forward.moved.each / once == pytest.approx(forward, rel=0.05)
+    assert found.moved.each / once == pytest.approx(backward, rel=0.05)
+    # B and W move more if they are apart and make the same things anew.
+    assert found.backward.moved.each + found.weights.moved.each >= found.moved.each
+    assert not found.forward.unknown + found.backward.unknown + found.weights.unknown
 
 
 def test_programs_scale_with_the_micro_batch(monkeypatch):

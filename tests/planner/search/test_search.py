@@ -167,7 +167,7 @@ def test_the_plan_is_the_candidate_on_its_hosts(sequence_parallel, slower):
     step = Problem(some, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
     compress = CompressConfig(error="explicit", factors="float32")
     plan = to_plan.decide(
-        some, found.candidate, found.placement.hosts, step, MODEL.layers, 32, compress, {"step_seconds": found.seconds}
+        some, found.candidate, found.placement.hosts, step, MODEL, 32, compress, {"step_seconds": found.seconds}
     )
     assert (plan.hosts, plan.devices_per_host) == (("d", "c", "b", "a"), 4)
     config = plan.apply({"model": dataclasses.asdict(MODEL)})
@@ -187,9 +187,7 @@ def test_tensor_groups_may_span_hosts_and_the_plan_names_the_real_ones():
     one = search(merged(some, 2), choices=Choices(tensor=(4,), pipe=(2,), **FEW))
     found = one.run().ranked[0]
     step = Problem(one.cluster, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
-    plan = to_plan.decide(
-        one.cluster, found.candidate, found.placement.hosts, step, MODEL.layers, 32, CompressConfig(), {}
-    )
+    plan = to_plan.decide(one.cluster, found.candidate, found.placement.hosts, step, MODEL, 32, CompressConfig(), {})
     assert (plan.hosts, plan.devices_per_host) == (("a", "b", "c", "d"), 2)
     spans = {frozenset(device // 2 for device in plan.device_order[i : i + 4]) for i in (0, 4)}
     assert spans == {frozenset({0, 1}), frozenset({2, 3})}
@@ -200,7 +198,7 @@ def test_a_plan_survives_its_file(tmp_path):
     found = outcome.ranked[0]
     step = Problem(one.cluster, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
     plan = to_plan.decide(
-        one.cluster, found.candidate, found.placement.hosts, step, MODEL.layers, 32, CompressConfig(), {"a": 1}
+        one.cluster, found.candidate, found.placement.hosts, step, MODEL, 32, CompressConfig(), {"a": 1}
     )
     plans.save(plan, tmp_path / "plan.json")
     assert plans.load(tmp_path / "plan.json") == plan
@@ -324,7 +322,7 @@ def test_plans_with_codecs_are_searched_bounded_and_made():
     assert one.without_compression(found).seconds > found.seconds
     problem = Problem(one.cluster, MODEL, c)
     step = problem.step(one.fabric, found.placement.hosts[None])
-    plan = to_plan.decide(one.cluster, c, found.placement.hosts, step, MODEL.layers, 32, CODECS, {})
+    plan = to_plan.decide(one.cluster, c, found.placement.hosts, step, MODEL, 32, CODECS, {})
     assert (plan.compress.backward.codec, plan.compress.data.codec) == ("int8", "int4")
     assert plan.compress.data.stages_of(c.pipe) == tuple(np.flatnonzero(step.compressed[0]).tolist())
     assert plan.compress.data.rank == CODECS.data.rank
