@@ -11,8 +11,8 @@ from ml_collections import ConfigDict, config_flags
 from paxtrain.command_line import group
 from paxtrain.config import Config, from_dict, plan
 from paxtrain.config.load import errors_of
-from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
+from paxtrain.files import find
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES, cpu_devices
 from paxtrain.process import distributed, launchers
 from paxtrain.process.progress import Progress

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from paxtrain.command_line import group, parse_flags, run
-from paxtrain.config.shipped import find
+from paxtrain.files import find
 from paxtrain.knobs import define, given
 from planner import run as planner_run
 from planner.jobs import launching

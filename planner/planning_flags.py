@@ -6,6 +6,7 @@ from typing import Any
 
 from absl import flags
 
+from paxtrain.config.axes import AXES
 from paxtrain.config.parallel import MOST_SEQUENCES
 from paxtrain.errors import UserError
 from paxtrain.flags import define_config
@@ -20,9 +21,7 @@ from planner.planning.options import PlanOptions
 _OPTIONS = [field.name for field in dataclasses.fields(PlanOptions) if field.name != "oracle"]
 # What the planner decides, and the flags that narrow it to a value.
 _DECIDED = {
-    "mesh.data": "--data={}",
-    "mesh.pipe": "--pipe={}",
-    "mesh.tensor": "--tensor={}",
+    **{f"mesh.{name}": f"--{name}={{}}" for name in AXES},
     "mesh.zero1": "--zero1={}",
     "mesh.sequence_parallel": "--sequence_parallel={}",
     "pipeline.schedule": "--schedules={}",

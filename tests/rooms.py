@@ -72,7 +72,7 @@ _TABLE = {
         "paxtrain/config paxtrain/process paxtrain/profiling paxtrain/run paxtrain/schedule planner/cluster "
         "planner/cost planner/fit planner/measure planner/planning"
     ),
-    "planner/jobs": "paxtrain/config paxtrain/process planner/memory",
+    "planner/jobs": "paxtrain/process planner/memory",
     "planner": "paxtrain paxtrain/config planner/cluster planner/cost planner/fit planner/planning",
 }
 MAY_IMPORT = {room: set(others.split()) for room, others in _TABLE.items()}

@@ -5,6 +5,7 @@ import collections
 import pathlib
 import re
 
+from paxtrain.config.axes import AXES
 from tests import sources
 from tests.rooms import MAY_IMPORT, SHARED
 from tests.sources import ROOT
@@ -108,6 +109,89 @@ def test_every_room_says_what_lives_there():
         modules = {path.stem for path in (ROOT / name).glob("*.py")} - {"__init__", "__main__"}
         if name not in ("paxtrain", "planner"):  # whose mains README and docs/design.md list
             assert {module for module in modules if f"{module}.py" not in docstring} == set(), name
+
+
+# What takes names of axes, besides tuples and dicts that name several.
+AXIS_TAKERS = {"Group", "Mesh", "PartitionSpec", "Recorder", "Shard", "StageCrossing", "all_gather", "all_to_all"}
+AXIS_TAKERS |= {"axis_index", "axis_size", "gather", "own_part", "packed_gather", "packed_scatter", "permute", "pmean"}
+AXIS_TAKERS |= {"position", "ppermute", "psum", "psum_scatter", "reduce_scatter"}
+
+
+def axis_literals(tree):
+    """Return the lines on which a string means an axis; the settings of the section mesh only have the same names."""
+    found = set()
+
+    def see(*nodes, least=1):
+        inner = [part for node in nodes for part in (node.elts if isinstance(node, ast.Tuple | ast.List) else [node])]
+        named = [part for part in inner if isinstance(part, ast.Constant) and part.value in AXES]
+        found.update(part.lineno for part in named if len({other.value for other in named}) >= least)
+
+    def visit(node, settings=False):
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in AXIS_TAKERS:
+                see(*node.args, *(keyword.value for keyword in node.keywords))
+            case ast.keyword(arg="axis" | "axis_name" | "axes" | "axis_names"):
+                see(node.value)
+            case ast.Subscript(value=ast.Attribute(attr="shape" | "sizes")):
+                see(node.slice)
+            case ast.Compare(comparators=[ast.Set(elts=names)]):
+                see(*names)
+            case ast.Tuple(elts=names) | ast.List(elts=names) | ast.Set(elts=names):
+                see(*names, least=2)
+            case ast.Constant(value="pipe") if not settings:
+                found.add(node.lineno)
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values):
+                inner = isinstance(key, ast.Constant) and key.value == "mesh"
+                visit(value, inner)
+                if key is not None and not settings:
+                    visit(key)
+            return
+        mesh = isinstance(node, ast.keyword) and node.arg == "mesh"
+        for child in ast.iter_child_nodes(node):
+            visit(child, mesh)
+
+    visit(tree)
+    return sorted(found)
+
+
+# The records themselves; columns of a table; and PyTorch's mesh in a program that has no jax.
+MAY_NAME_AXES = ("paxtrain/config/axes.py", "experiments/published/runs.py", "experiments/lab/peer/pytorch.py")
+
+
+def test_an_axis_is_named_by_its_constant():
+    """Except in compress, whose callers give it the axes."""
+    paths = [path for path in sources.read() if path.startswith(("paxtrain", "planner", "configs", "experiments"))]
+    found = {path: axis_literals(ast.parse((ROOT / path).read_text())) for path in paths if path not in MAY_NAME_AXES}
+    assert len(found) > 300
+    assert {path: lines for path, lines in found.items() if lines} == {}
+    assert axis_literals(ast.parse((ROOT / "paxtrain/config/axes.py").read_text())) != []
+
+
+def test_a_string_that_means_an_axis_is_found():
+    for line in (
+        'PartitionSpec(None, ("tensor", "data"))',
+        'lax.psum(x, ("data",))',
+        'lax.all_gather(x, axis_name="tensor", tiled=True)',
+        'jax.vmap(f, axis_name="data")',
+        'mesh.shape["tensor"]',
+        'config.mesh.sizes["data"]',
+        'Shard("data", 4, 0)',
+        'Mesh(devices, ("data", "x"))',
+        'over == {"tensor"}',
+        'order = ("tensor", "data")',
+        'sizes = {"data": 2, "pipe": 4}',
+        'other != "pipe"',
+    ):
+        assert axis_literals(ast.parse(line)) == [1], line
+    for line in (
+        'config = from_dict({"mesh": {"data": 2, "pipe": 2}})',
+        'gpt(mesh={"data": 2, "pipe": 4, "tensor": 1})',
+        'state.codec["data"]',
+        'SCOPES = {"tensor": 1, "sync": 2}',
+        "PartitionSpec(DATA, None)",
+    ):
+        assert axis_literals(ast.parse(line)) == [], line
 
 
 def unknown_paths(texts):

@@ -13,7 +13,7 @@ from experiments.gpu.throughput import SMALL
 from paxtrain.config.load import load_config
 from paxtrain.devices import gpus
 from paxtrain.profiling import ledger
-from paxtrain.profiling.breakdown import TENSOR, breakdown
+from paxtrain.profiling.breakdown import OVER_TENSOR, breakdown
 from paxtrain.run import plots
 
 # Parts of a trace that are one part of the ledger: the ledger counts the embedding's lookup apart, a trace does not.
@@ -21,7 +21,7 @@ _TRACED = {
     "layers and embedding": ("forward", "backward"),
     "head": ("head",),
     "optimizer": ("optimizer", "sync"),
-    "other": ("other", "embedding", "compression", "pipeline", *TENSOR, "gather", "data"),
+    "other": ("other", "embedding", "compression", "pipeline", *OVER_TENSOR, "gather", "data"),
     "idle": ("idle", "input"),
 }
 _ESTIMATED = {"layers and embedding": ("layers", "embedding"), "head": ("head",), "optimizer": ("optimizer",)}

@@ -20,6 +20,7 @@ from jax import lax
 
 from compress.codec import State
 from paxtrain.config import SAVE_MODES
+from paxtrain.config.axes import AXES
 from paxtrain.pipeline.program import Close, Params
 from paxtrain.pipeline.stage import Stage
 from planner.measure import machines
@@ -73,7 +74,7 @@ def _at(x: jax.Array, seconds: float, op: int, *after: jax.Array) -> jax.Array:
         op: number of the op.
         after: other arrays that must be there before.
     """
-    words = [x.size * x.dtype.itemsize, round(seconds * 1e6), lax.axis_index(("data", "pipe", "tensor")), op]
+    words = [x.size * x.dtype.itemsize, round(seconds * 1e6), lax.axis_index(tuple(AXES)), op]
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Without a side effect XLA would start the clock of a loop's turns once for all of them.
     call = jax.ffi.ffi_call(_NAME, shape, has_side_effect=True, custom_call_api_version=1)

@@ -1,10 +1,11 @@
 """The configuration of a run: frozen dataclasses that validate themselves, and plans that override parts of them.
 
+axes.py                                      the axes of the mesh
 config.py                                    all sections together, and the checks that involve several of them
 model.py parallel.py optimizer.py            the sections: model; mesh, pipeline and batch; optimizers
 data.py compress.py run.py                   data; compression; run and checkpoints
 options.py                                   options of codecs, and the places that have codecs
-load.py shipped.py                           configurations from mappings and files; shipped files by name
+load.py                                      configurations from mappings and files
 plan.py                                      a plan, which sets mesh, pipeline, batch, compression and groups
 checks.py                                    helpers of the sections' `check`; settings that would fit instead
 """

@@ -74,7 +74,7 @@ class Config(Checked):
             each("model.sequence", multiples_near(mesh.tensor, model.sequence)),
             {"mesh.sequence_parallel": False},
         )
-        self.batch.rank_micro_batches(mesh.data)
+        self.batch.rank_micro_batches(mesh)
         require(
             self.pipeline.idle != "compute" or not self.uneven,
             f"pipeline.idle=compute needs data ranks that all run the same rows, but batch.data_micro_batches="
@@ -100,7 +100,7 @@ class Config(Checked):
             each("pipeline.in_flight", [pipe if given < pipe else 2 * pipe - 1, 0]),
         )
         stages, chunks, m = pipeline.spec.size or size
-        batch = {"batch.global_batch": self.mesh.data * self.batch.micro_batch * m, "batch.data_micro_batches": OUT}
+        batch = {"batch.global_batch": self.mesh.ranks * self.batch.micro_batch * m, "batch.data_micro_batches": OUT}
         require(
             size == (stages, chunks, m),
             f"pipeline.schedule={pipeline.schedule} has {stages} stages of {chunks} chunks and {m} micro-batches, but "
@@ -299,12 +299,12 @@ class Config(Checked):
     @property
     def micro_batches(self) -> int:
         """Return the micro-batches per step of the data rank that has most; all have as many unless `uneven`."""
-        return self.batch.micro_batches(self.mesh.data)
+        return max(self.rank_micro_batches)
 
     @property
     def rank_micro_batches(self) -> tuple[int, ...]:
         """Return the micro-batches of each data rank in a step."""
-        return self.batch.rank_micro_batches(self.mesh.data)
+        return self.batch.rank_micro_batches(self.mesh)
 
     @property
     def uneven(self) -> bool:

@@ -13,8 +13,8 @@ from paxtrain.config.checks import require, shown
 from paxtrain.config.compress import CompressConfig, moved
 from paxtrain.config.config import Config
 from paxtrain.config.options import CodecOptions
-from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
+from paxtrain.files import find
 
 Section = TypeVar("Section")
 

@@ -1,11 +1,13 @@
 """The sections that divide the work over devices: mesh, pipeline and batch."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import overload
 
 import numpy as np
 
+from paxtrain.config.axes import AXES, batch_axes
 from paxtrain.config.checks import OUT, Checked, bounded, choice, counts, each, multiples_near, positive, require
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, ScheduleSpec, between_ends, names, spec_of
@@ -59,8 +61,8 @@ class MeshConfig(Checked):
     reduce_dtype: str = "float32"
 
     def check(self) -> None:
-        positive("mesh", self, "data", "pipe", "tensor")
-        bounded("mesh", self, data=2**16, pipe=1024, tensor=1024)
+        positive("mesh", self, *AXES)
+        bounded("mesh", self, **{name: axis.most for name, axis in AXES.items()})
         choice("mesh.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         require(
             not self.sequence_parallel or self.tensor > 1,
@@ -72,7 +74,17 @@ class MeshConfig(Checked):
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return self.data * self.pipe * self.tensor
+        return math.prod(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of all axes by name, in the order of the mesh."""
+        return {name: getattr(self, name) for name in AXES}
+
+    @property
+    def ranks(self) -> int:
+        """Number of parts of the batch: data ranks, and those of other axes that split it."""
+        return math.prod(self.sizes[name] for name in batch_axes())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,26 +241,27 @@ class BatchConfig(Checked):
         bounded("batch", self, global_batch=MOST_SEQUENCES, micro_batch=2**16)
         counts("batch.data_micro_batches", self.data_micro_batches)
 
-    def rank_micro_batches(self, data: int) -> tuple[int, ...]:
-        """Return the micro-batches of each data rank in a step.
+    def rank_micro_batches(self, mesh: MeshConfig) -> tuple[int, ...]:
+        """Return the micro-batches of each part of the batch in a step, `mesh.ranks` of them.
 
         Args:
-            data: data ranks.
+            mesh: sizes of the axes.
 
         Raises:
             UserError: the list has another length or does not add up to global_batch, or, if there is none,
-                global_batch is not divisible by data * micro_batch.
+                global_batch is not divisible by ranks * micro_batch.
         """
         if self.data_micro_batches:
-            return self._listed(data)
-        per_round = data * self.micro_batch
+            return self._listed(mesh.ranks)
+        per_round = mesh.ranks * self.micro_batch
         require(
             self.global_batch % per_round == 0,
-            f"batch.global_batch={self.global_batch} is not divisible by mesh.data={data} x "
+            f"batch.global_batch={self.global_batch} is not divisible by "
+            f"{''.join(f'mesh.{name}={mesh.sizes[name]} x ' for name in batch_axes())}"
             f"batch.micro_batch={self.micro_batch}",
             each("batch.global_batch", multiples_near(per_round, self.global_batch)),
         )
-        return (self.global_batch // per_round,) * data
+        return (self.global_batch // per_round,) * mesh.ranks
 
     def _listed(self, data: int) -> tuple[int, ...]:
         setting = f"batch.data_micro_batches={self.data_micro_batches}"
@@ -268,7 +281,3 @@ class BatchConfig(Checked):
             {"batch.data_micro_batches": OUT},
         )
         return found
-
-    def micro_batches(self, data: int) -> int:
-        """Return the micro-batches per step of the data rank that has most; see `rank_micro_batches`."""
-        return max(self.rank_micro_batches(data))

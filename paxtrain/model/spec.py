@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import AXES, PIPE, TENSOR
 
 if TYPE_CHECKING:  # they import jax, which takes long
     import jax
@@ -18,8 +19,6 @@ Params: TypeAlias = dict[str, Any]
 Demand: TypeAlias = tuple[object, tuple[object, ...]]  # what a config.json says, and what is implemented
 Role: TypeAlias = Literal["kernel", "norm", "bias", "table"]
 Init: TypeAlias = Literal["normal", "residual", "ones", "zeros"]
-SPLIT = ("heads", "kv_heads", "ffn", "vocab")  # the dims that tensor parallelism splits
-_STACKS = ("layers", "tables")  # leading dims of stacked arrays; the mesh layout has a dim of stages in their place
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,9 +66,9 @@ class Parameter:
 
     @functools.cached_property
     def lead(self) -> str:
-        """The dim that stacks layers or tables, or ""."""
+        """The dim that stacks layers or tables, or ""; the mesh layout has a dim of stages in its place."""
         first = self.dims.partition(" ")[0]
-        return first if first in _STACKS else ""
+        return first if first in AXES[PIPE].dims else ""
 
     @functools.cached_property
     def own(self) -> tuple[str, ...]:
@@ -79,7 +78,11 @@ class Parameter:
     @functools.cached_property
     def split(self) -> int | None:
         """The place in `own` of the dim that tensor parallelism splits, or None."""
-        return next((i for i, dim in enumerate(self.own) if dim.partition("*")[0] in SPLIT), None)
+        return self.split_by(TENSOR)
+
+    def split_by(self, axis: str) -> int | None:
+        """Return the place in `own` of the dim that an axis of the mesh splits, or None."""
+        return next((i for i, dim in enumerate(self.own) if dim.partition("*")[0] in AXES[axis].dims), None)
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from jax import lax
 from compress.collectives import packed
 from compress.reducer import Reducer, Shard, mean, stored
 from compress.reducer import each as each_state
+from paxtrain.config.axes import PIPE
 from paxtrain.errors import UserError
 from paxtrain.outer.fragments import LAYERS, Fragments
 from paxtrain.parallel.compression.checks import require_parts
@@ -69,8 +70,8 @@ class GroupExchange:
     @functools.cached_property
     def shapes(self) -> dict[ParamPath, tuple[int, ...]]:
         """Shapes of a device's part of the parameters in mesh layout, by path."""
-        mesh, specs = self.layout.config.mesh, jax.tree.leaves(self.layout.specs())
-        sizes, found = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}, {}
+        sizes, specs = self.layout.config.mesh.sizes, jax.tree.leaves(self.layout.specs())
+        found = {}
         for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(self.layout.shapes), specs, strict=True):
             axes = [(entry,) if isinstance(entry, str) else entry or () for entry in (*spec, *[None] * x.ndim)]
             found[names(path)] = tuple(n // math.prod(sizes[a] for a in some) for n, some in zip(x.shape, axes))
@@ -206,6 +207,6 @@ class GroupExchange:
             return tree
         table = tree["embedding"]["token"]
         last = self.layout.stage_map.last
-        moved = permute(table, "pipe", ((0, last),))
-        table = jnp.where(lax.axis_index("pipe") == last, moved, table)
+        moved = permute(table, PIPE, ((0, last),))
+        table = jnp.where(lax.axis_index(PIPE) == last, moved, table)
         return {**tree, "embedding": {**tree["embedding"], "token": table}}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paxtrain.config.axes import PIPE
 from paxtrain.model.fragments import layer_fragments
 from paxtrain.parallel.layout import Layout, Params
 
@@ -100,4 +101,4 @@ class Fragments:
 
     def _own_slots(self, fragment: int) -> jax.Array:
         """Return the slots of a fragment on the stage of the device, int [K]."""
-        return jnp.asarray(self.slots[fragment], jnp.int32)[lax.axis_index("pipe")]
+        return jnp.asarray(self.slots[fragment], jnp.int32)[lax.axis_index(PIPE)]

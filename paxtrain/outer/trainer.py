@@ -31,18 +31,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from compress import Codec
 from compress.codec import codec_name
 from paxtrain.config import Config
+from paxtrain.config.axes import AXES, batch_axes
 from paxtrain.outer.exchange import GROUP, GroupExchange
 from paxtrain.outer.fragments import LAYERS
 from paxtrain.parallel.compression.settled import CodecStates
 from paxtrain.parallel.layout import Params, is_spec, names
-from paxtrain.parallel.mesh import AXES
-from paxtrain.parallel.step import CODEC_SPEC, Trainer, TrainState
+from paxtrain.parallel.mesh import device_spec
+from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.pipeline import virtual
 from paxtrain.process import distributed
 from paxtrain.tables import size
-
-# The sequences of a global batch: group after group, and data rank after data rank in each.
-BATCH_SPEC = PartitionSpec((GROUP, "data"))
 
 
 @flax.struct.dataclass
@@ -76,7 +74,7 @@ def trainer_of(config: Config, mesh: Mesh, codec: Codec | None = None) -> Traine
 
     Args:
         config: Configuration of the run.
-        mesh: Device mesh with the axes (data, pipe, tensor), as `make_mesh` returns it.
+        mesh: Device mesh as `make_mesh` returns it.
         codec: Codec of the gradients between stages, instead of the configuration's (see Trainer).
     """
     return grouped(config, mesh, codec=codec) if config.outer.every else Trainer(config, mesh, codec=codec)
@@ -87,7 +85,7 @@ def grouped(config: Config, mesh: Mesh, **more: Any) -> "GroupedTrainer":
 
     Args:
         config: Configuration of the run; its outer.every is above 0.
-        mesh: Device mesh with the axes (data, pipe, tensor), as `make_mesh` returns it.
+        mesh: Device mesh as `make_mesh` returns it.
         more: Attributes of Trainer, by name.
     """
     groups = config.groups if mesh.size > 1 else 1  # a single device emulates all, or there is only one
@@ -172,8 +170,7 @@ class GroupedTrainer(Trainer):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.groups, *jnp.shape(x))), tree)
 
     def _first_codec(self) -> CodecStates:
-        mesh = self.config.mesh
-        every = (self.groups, mesh.data, mesh.pipe, mesh.tensor)
+        every = (self.groups, *self.config.mesh.sizes.values())
         outer = jax.tree.map(lambda x: jnp.broadcast_to(x, (*every, *jnp.shape(x))), self.exchange.init())
         return {**self._each(self.compression.init()), "outer": outer}
 
@@ -192,8 +189,8 @@ class GroupedTrainer(Trainer):
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of a global batch: its sequences are split over groups and their data ranks."""
-        return NamedSharding(self.mesh, BATCH_SPEC)
+        """Sharding of a global batch: its sequences go to group after group, and to data rank after data rank."""
+        return NamedSharding(self.mesh, PartitionSpec((GROUP, *batch_axes())))
 
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
         """Return the shape of the global batch of all groups."""
@@ -250,8 +247,7 @@ class GroupedTrainer(Trainer):
             out_specs: PartitionSpecs of its results.
         """
         if self.virtual:
-            mesh = self.config.mesh
-            sizes = {GROUP: self.groups, "data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}
+            sizes = {GROUP: self.groups, **self.config.mesh.sizes}
             return virtual.shard_map(function, sizes, in_specs, out_specs)
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -271,7 +267,7 @@ class GroupedTrainer(Trainer):
         return self._over_all(one, _apart(in_specs), _apart(out_specs))
 
     def _data_rank(self) -> jax.Array:
-        return lax.axis_index(GROUP) * self.config.mesh.data + lax.axis_index("data")
+        return lax.axis_index(GROUP) * self.config.mesh.ranks + super()._data_rank()
 
     def _step(self, state: Any, tokens: jax.Array) -> tuple[GroupedState, dict[str, jax.Array]]:
         key, codec, outer = self._key(state.step), dict(state.codec), state.outer
@@ -341,14 +337,14 @@ class GroupedTrainer(Trainer):
             own: The fragment of the groups' own weights.
             fragment: Number of the fragment.
         """
-        specs, codec = self._part_specs(fragment), PartitionSpec(GROUP, *CODEC_SPEC)
+        specs, states = self._part_specs(fragment), _apart(device_spec())
 
         def local(shared: Params, own: Params, codec: Any) -> tuple[Params, Any]:
-            own, codec = jax.tree.map(lambda x: x[0], own), jax.tree.map(lambda x: x[0, 0, 0, 0], codec)
+            own, codec = jax.tree.map(lambda x: x[0], own), jax.tree.map(lambda x: x[(0,) * len(states)], codec)
             found, new = self.exchange.mean_difference(shared, own, codec, fragment)
-            return found, jax.tree.map(lambda x: x[None, None, None, None], new)
+            return found, jax.tree.map(lambda x: x[(None,) * len(states)], new)
 
-        run = self._over_all(local, (specs, _apart(specs), codec), (specs, codec))
+        run = self._over_all(local, (specs, _apart(specs), states), (specs, states))
         return run(self._part(state.params, fragment), own, state.codec["outer"])
 
     def _outer_step(self, state: Any, found: tuple[Params, Any], fragment: int) -> tuple[Params, GroupedState]:
@@ -437,7 +433,7 @@ class GroupedTrainer(Trainer):
         def loss(params: Params, tokens: jax.Array) -> jax.Array:
             return lax.pmean(self._local_loss(params, tokens), GROUP)
 
-        return jax.jit(self._over_all(loss, (self.layout.specs(), BATCH_SPEC), PartitionSpec()))
+        return jax.jit(self._over_all(loss, (self.layout.specs(), self.batch_sharding.spec), PartitionSpec()))
 
 
 def on_host(figures: dict[str, jax.Array]) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from jax import lax
 from compress.codec import Codec, State, codec_name
 from compress.reducer import Scattered, Shard, gather_wires
 from paxtrain import tables
+from paxtrain.config.axes import DATA, PIPE
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.parallel.weights import on_edges
 from paxtrain.pipeline.messages import StageCrossing, among
@@ -96,7 +97,7 @@ class TableCodec:
     def shard(self) -> Shard:
         """Part of the mean over data of a table that a rank has after the first step."""
         dim = scatter_dim(self.layout) if self._tied else self.layout.data_dims()["embedding"]["token"]
-        return Shard("data", self.layout.config.mesh.data, dim)
+        return Shard(DATA, self.layout.config.mesh.data, dim)
 
     @functools.cached_property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], Shard]]:
@@ -168,11 +169,11 @@ class TableCodec:
         """
         if not self._swaps:
             return x, state
-        stage, ends = lax.axis_index("pipe"), (0, self.layout.stage_map.last)
+        stage, ends = lax.axis_index(PIPE), (0, self.layout.stage_map.last)
         edge = among(stage, ends)
         with jax.named_scope("compression"):
             own, swapped = self.codec.encode(state.swapped, x, edge)
-        arrived = self.codec.exchange(own, StageCrossing("pipe", stage, (ends, ends[::-1])))
+        arrived = self.codec.exchange(own, StageCrossing(PIPE, stage, (ends, ends[::-1])))
         with jax.named_scope("compression"):
             first = jax.tree.map(lambda a, b: jnp.where(stage == 0, a, b), own, arrived)
             last = jax.tree.map(lambda a, b: jnp.where(stage == 0, b, a), own, arrived)

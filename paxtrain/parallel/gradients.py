@@ -12,6 +12,7 @@ References:
 """
 
 import functools
+import math
 from typing import TypeVar
 
 import jax
@@ -21,6 +22,7 @@ from jax import lax
 from compress.codec import State, Tree
 from compress.collectives import narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
+from paxtrain.config.axes import AXES, DATA, PIPE
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.embedding import scatter_dim
 from paxtrain.parallel.layout import Layout, Params, names
@@ -36,7 +38,7 @@ def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
     if len(layout.ends) == 1:
         return x
     first, last = layout.ends
-    return x + permute(x, "pipe", ((first, last), (last, first)))
+    return x + permute(x, PIPE, ((first, last), (last, first)))
 
 
 def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
@@ -45,7 +47,7 @@ def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     if data == 1:
         return x
     wire = _on_wire(layout, x)
-    total = lax.psum(wire, "data") if dim < 0 else reduce_scatter(wire, "data", dim)
+    total = lax.psum(wire, DATA) if dim < 0 else reduce_scatter(wire, DATA, dim)
     return total.astype(x.dtype) / data
 
 
@@ -119,8 +121,8 @@ def exchange_tied(compression: Compression, x: jax.Array, state: State) -> tuple
     if layout.config.mesh.data == 1 or dim == scattered:
         return total, state
     if scattered < 0:
-        return own_part(total, "data", dim), state
-    run = functools.partial(lax.all_gather, axis_name="data", axis=scattered, tiled=True)
+        return own_part(total, DATA, dim), state
+    run = functools.partial(lax.all_gather, axis_name=DATA, axis=scattered, tiled=True)
     return on_edges(layout, run, total), state
 
 
@@ -143,10 +145,10 @@ def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int]) -> l
         return means
     arrays = [_on_wire(layout, x) for x in arrays]
     shards, whole = ([i for i, dim in enumerate(dims) if (dim >= 0) == sharded] for sharded in (True, False))
-    sums = packed_scatter([arrays[i] for i in shards], [dims[i] for i in shards], "data")
+    sums = packed_scatter([arrays[i] for i in shards], [dims[i] for i in shards], DATA)
     for i, x in zip(shards, sums, strict=True):
         means[i] = x.astype(means[i].dtype) / data
-    for i, x in zip(whole, packed(lambda x: lax.psum(x, "data"), [arrays[i] for i in whole]), strict=True):
+    for i, x in zip(whole, packed(lambda x: lax.psum(x, DATA), [arrays[i] for i in whole]), strict=True):
         means[i] = x.astype(means[i].dtype) / data
     return means
 
@@ -210,20 +212,25 @@ def _compressed_layers(
     return _trees(layers, reduced), stored(states), left_out
 
 
-def sum_over_sequence(layout: Layout, tree: Params) -> Params:
-    """Sum the gradients of what tensor does not split, norms and biases, over tensor, in one collective.
+def sum_over_axes(layout: Layout, tree: Params) -> Params:
+    """Sum gradients over the axes whose devices have them of different tokens, in one collective for each axis.
 
-    With sequence parallelism each device has these gradients of its part of the sequence only.
+    With sequence parallelism these are the gradients of what tensor does not split, norms and biases.
 
     Args:
         layout: Layout of the parameters.
-        tree: Reduced gradients in mesh layout.
+        tree: Gradients in mesh layout, reduced over data.
     """
+    mesh = layout.config.mesh
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     rows, values = [layout.row(path) for path, _ in leaves], [x for _, x in leaves]
-    parts = [i for i, row in enumerate(rows) if row.names[0] != "embedding" and row.split is None]
-    for i, total in zip(parts, packed(lambda x: lax.psum(x, "tensor"), [values[i] for i in parts]), strict=True):
-        values[i] = total
+    for axis, size in mesh.sizes.items():
+        spec = AXES[axis]
+        apart = [row.split_by(axis) is None and spec.sums(mesh, row.names) for row in rows]
+        parts = [i for i, sums in enumerate(apart) if sums and size > 1]
+        run = functools.partial(lax.psum, axis_name=axis)
+        for i, total in zip(parts, packed(run, [values[i] for i in parts]), strict=True):
+            values[i] = total / size if spec.batch else total
     return jax.tree.unflatten(structure, values)
 
 
@@ -276,12 +283,13 @@ def global_norm(layout: Layout, grads: Params) -> jax.Array:
     mesh, dims = layout.config.mesh, layout.data_dims()
 
     def squares(path: tuple, x: jax.Array, dim: int) -> jax.Array:
-        copies = (mesh.data if dim < 0 else 1) * (mesh.tensor if layout.tensor_dim(path) is None else 1)
+        split = {PIPE, *layout.axis_dims(path), *([DATA] if dim >= 0 else [])}
+        copies = math.prod(size for axis, size in mesh.sizes.items() if axis not in split)
         own = jnp.square(x.astype(jnp.float32)).sum() / copies
         # The last stage has a second copy of the tied embedding.
         second = names(path)[-1] == "token" and layout.swaps
-        return jnp.where(lax.axis_index("pipe") == 0, own, 0) if second else own
+        return jnp.where(lax.axis_index(PIPE) == 0, own, 0) if second else own
 
     every = jax.tree.leaves(jax.tree_util.tree_map_with_path(squares, grads, dims))
     total = functools.reduce(jnp.add, every)
-    return jnp.sqrt(gather(total, ("data", "pipe", "tensor")).sum())
+    return jnp.sqrt(gather(total, tuple(mesh.sizes)).sum())

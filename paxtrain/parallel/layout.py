@@ -1,7 +1,7 @@
 """The mesh layout of the parameters, and its conversion from and to canonical parameters.
 
 Canonical parameters are those of `model.transformer`: layers stacked in model order, every table once. The mesh layout
-distributes them over the axes (data, pipe, tensor), with P stages of R layer slots each. R is the number of chunks
+distributes them over the axes data, pipe and tensor, with P stages of R layer slots each. R is the number of chunks
 times the most layers of a virtual stage; slots without a layer stay zero.
 
     layers             [P*R, ...] over pipe; stage s holds the rows of its chunks, chunk after chunk
@@ -27,6 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from paxtrain.config import Config
+from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR
 from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Parameter, Params
 from paxtrain.model.tensor_parallel import WHOLE, Group
@@ -101,9 +102,9 @@ class Layout:
             save=config.pipeline.save,
             scan_layers=config.pipeline.scans(self.counts),
             splits=config.pipeline.spec.splits and self.stages > 1,
-            group=Group("tensor", config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
-            pipe="pipe" if self.stages > 1 else None,
-            data="data" if config.uneven else None,
+            group=Group(TENSOR, config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
+            pipe=PIPE if self.stages > 1 else None,
+            data=DATA if config.uneven else None,
         )
 
     def padding(self) -> float:
@@ -125,19 +126,18 @@ class Layout:
         """Return the row of a parameter by its key path."""
         return self.rows[names(path)]
 
-    def tensor_dim(self, path: tuple) -> int | None:
-        """Return the dim of a parameter in mesh layout that is split over tensor, or None, by its key path."""
-        split = self.row(path).split
-        return None if split is None else split + 1
+    def axis_dims(self, path: tuple) -> dict[str, int]:
+        """Return the dims after the first of a parameter in mesh layout that axes split, by its key path."""
+        found = {axis: self.row(path).split_by(axis) for axis in AXES if axis != PIPE}
+        return {axis: split + 1 for axis, split in found.items() if split is not None}
 
     def _spec(self, path: tuple, shape: tuple[int, ...], data: bool) -> PartitionSpec:
-        spec: list[str | tuple[str, ...] | None] = ["pipe", *[None] * (len(shape) - 1)]
-        split = self.tensor_dim(path)
-        if split is not None:
-            spec[split] = "tensor"
-        dim = self.data_dim(path, shape) if data else None
-        if dim is not None:
-            spec[dim] = ("tensor", "data") if dim == split else "data"
+        spec: list[str | tuple[str, ...] | None] = [PIPE, *[None] * (len(shape) - 1)]
+        for axis, dim in self.axis_dims(path).items():
+            spec[dim] = axis
+        shard = self.data_dim(path, shape) if data else None
+        if shard is not None:
+            spec[shard] = (spec[shard], DATA) if spec[shard] else DATA
         return PartitionSpec(*spec)
 
     def data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
@@ -150,11 +150,11 @@ class Layout:
             path: Key path of the parameter.
             shape: Global shape of the parameter in mesh layout.
         """
-        mesh, split = self.config.mesh, self.tensor_dim(path)
+        mesh, split = self.config.mesh, {dim: axis for axis, dim in self.axis_dims(path).items()}
         if not mesh.zero1 or mesh.data == 1:
             return None
         for dim in range(1, len(shape)):
-            size = shape[dim] // (mesh.tensor if dim == split else 1)
+            size = shape[dim] // (mesh.sizes[split[dim]] if dim in split else 1)
             if size % mesh.data == 0:
                 return dim
         return None
@@ -247,12 +247,12 @@ class Layout:
             if names(path)[0] != "layers":
                 return PartitionSpec(*parts[1:])
             if not same_order:
-                sizes = dict(zip(("data", "pipe", "tensor"), dataclasses.astuple(self.config.mesh)))
+                sizes = self.config.mesh.sizes
                 parts[0] = None
                 for dim in range(1, len(parts)):
                     axes = parts[dim] if isinstance(parts[dim], tuple) else (parts[dim],) if parts[dim] else ()
-                    if x.shape[dim] % math.prod(sizes[a] for a in (*axes, "pipe")) == 0:
-                        parts[dim] = (*axes, "pipe")
+                    if x.shape[dim] % math.prod(sizes[a] for a in (*axes, PIPE)) == 0:
+                        parts[dim] = (*axes, PIPE)
                         break
             return PartitionSpec(*parts)
 

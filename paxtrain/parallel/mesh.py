@@ -1,16 +1,38 @@
-"""The device mesh with the axes (data, pipe, tensor), and the part of it that each process holds."""
+"""The device mesh with the axes of paxtrain/config/axes.py, and the part of it that each process holds."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paxtrain.config import MeshConfig
+from paxtrain.config.axes import AXES, batch_axes
 from paxtrain.errors import UserError
 
-AXES = ("data", "pipe", "tensor")
+T = TypeVar("T")  # a pytree of arrays
 MOST_CPU_DEVICES = 1024  # per process: 2,048 take a third of a second to create, 40,000 take more than minutes
+
+
+def batch_spec() -> PartitionSpec:
+    """Return the PartitionSpec of a batch, whose sequences are split."""
+    return PartitionSpec(batch_axes())
+
+
+def device_spec() -> PartitionSpec:
+    """Return the PartitionSpec of arrays with the axes as leading dims, of which each device has a separate part."""
+    return PartitionSpec(*AXES)
+
+
+def local(tree: T) -> T:
+    """Return a device's part of arrays of `device_spec`, without these dims. Call it inside `shard_map`."""
+    return jax.tree.map(lambda x: x[(0,) * len(AXES)], tree)
+
+
+def spread(tree: T) -> T:
+    """Return a device's arrays as its part of arrays of `device_spec`. Call it inside `shard_map`."""
+    return jax.tree.map(lambda x: x[(None,) * len(AXES)], tree)
 
 
 def cpu_devices(config: MeshConfig, processes: int) -> int:
@@ -39,7 +61,7 @@ def host_major(hosts: Sequence[str], names: Sequence[str]) -> list[jax.Device]:
 def make_mesh(
     config: MeshConfig, order: Sequence[int] | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Return the mesh of a run, with the axes (data, pipe, tensor).
+    """Return the mesh of a run, with all axes.
 
     Args:
         config: Sizes of the axes.
@@ -52,13 +74,13 @@ def make_mesh(
     devices = devices or sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if config.devices != len(devices):
         raise UserError(
-            f"mesh.data={config.data} x mesh.pipe={config.pipe} x mesh.tensor={config.tensor} is {config.devices} "
-            f"devices, but there are {len(devices)}; choose sizes whose product is {len(devices)}"
+            f"{' x '.join(f'mesh.{name}={size}' for name, size in config.sizes.items())} is {config.devices} devices, "
+            f"but there are {len(devices)}; choose sizes whose product is {len(devices)}"
         )
     if order is not None:
         devices = [devices[i] for i in order]
-    grid = np.array(devices).reshape(config.data, config.pipe, config.tensor)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    grid = np.array(devices).reshape(*config.sizes.values())
+    return Mesh(grid, tuple(config.sizes), axis_types=(AxisType.Auto,) * grid.ndim)
 
 
 def process_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:

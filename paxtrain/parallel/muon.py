@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from paxtrain.config import ModelConfig, OptimizerConfig
+from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.model import parameters
 from paxtrain.parallel.layout import Layout, Params, names
 
@@ -49,7 +50,7 @@ def route(layout: Layout) -> list[Params]:
 
     def move(path: tuple, spec: PartitionSpec, axis: str, size: int) -> PartitionSpec:
         first, *inner = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-        dealt = math.prod(getattr(mesh, other) for other in first if other != "pipe")
+        dealt = math.prod(mesh.sizes[other] for other in first if other != PIPE)
         splits = is_matrix(layout.config.model, path) and any(axis in entry for entry in inner)
         if not splits or size == 1 or rows % (dealt * size):
             return spec
@@ -57,8 +58,8 @@ def route(layout: Layout) -> list[Params]:
         return PartitionSpec(*(entry or None for entry in moved))
 
     found = [layout.specs()]
-    for axis, size in (("data", mesh.data), ("tensor", mesh.tensor)):
-        step = functools.partial(move, axis=axis, size=size)
+    for axis in (DATA, TENSOR):
+        step = functools.partial(move, axis=axis, size=mesh.sizes[axis])
         found.append(jax.tree_util.tree_map_with_path(step, found[-1], is_leaf=lambda x: isinstance(x, PartitionSpec)))
     return found
 

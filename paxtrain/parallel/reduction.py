@@ -15,6 +15,7 @@ from jax import lax
 
 from compress.codec import State, Tree
 from compress.reducer import LeftOut, each, stored
+from paxtrain.config.axes import AXES, PIPE
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.embedding import scatter_dim
@@ -150,7 +151,7 @@ class DataReduction:
         else:
             # All ranks of a data group belong to one stage and take the same branch, so their collectives match.
             numbers = [kinds.index(rank) if rank in kinds else 0 for rank in self.ranks]
-            reduced, state, stats = lax.switch(jnp.array(numbers)[lax.axis_index("pipe")], branches)
+            reduced, state, stats = lax.switch(jnp.array(numbers)[lax.axis_index(PIPE)], branches)
         rows = iter(reduced)
         chunks = [
             [store(total, [next(rows) for _ in layers_of(total)]) for total in segments] for segments in grads.chunks
@@ -193,8 +194,7 @@ class DataReduction:
             "layers": jax.tree.map(lambda *slots: jnp.concatenate(slots), *layers),
             "final_norm": {k: front(x[None], dims["final_norm"][k]) for k, x in grads.final_norm.items()},
         }
-        if layout.program.group.sequence:
-            tree = gradients.sum_over_sequence(layout, tree)
+        tree = gradients.sum_over_axes(layout, tree)
         return Reduced(tree, self._joined(states), self._left_out(states), tables)
 
     def _left_out(self, states: list[State]) -> jax.Array:
@@ -204,9 +204,9 @@ class DataReduction:
         # Devices of a tensor group have different parts of the matrices, those of a data group different errors.
         sums = jnp.stack([sum(part) for part in zip(*(state.stats for state in states), strict=True)])
         with jax.named_scope("compression"):
-            left, total = lax.psum(sums, ("data", "tensor"))
+            left, total = lax.psum(sums, tuple(axis for axis in AXES if axis != PIPE))
         error = jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
-        return jnp.where(jnp.array(self.ranks)[lax.axis_index("pipe")] > 0, error, 0.0)
+        return jnp.where(jnp.array(self.ranks)[lax.axis_index(PIPE)] > 0, error, 0.0)
 
 
 def _rows(segment: Layers) -> list[Params]:

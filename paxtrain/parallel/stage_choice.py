@@ -22,9 +22,11 @@ from jax.sharding import PartitionSpec
 
 from compress import policy
 from compress.codec import State
+from paxtrain.config.axes import PIPE
 from paxtrain.parallel import gradients
 from paxtrain.parallel.layout import Params
-from paxtrain.parallel.step import BATCH_SPEC, CODEC_SPEC, Trainer, TrainState
+from paxtrain.parallel.mesh import batch_spec, device_spec, local, spread
+from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.pipeline import executor
 from paxtrain.pipeline.program import Weights
 from paxtrain.pipeline.rings import only_if
@@ -76,31 +78,23 @@ def _seconds(run: Callable[[], object]) -> float:
     return median
 
 
-def _spread(tree: T) -> T:
-    return jax.tree.map(lambda x: x[None, None, None], tree)
-
-
-def _local(tree: T) -> T:
-    return jax.tree.map(lambda x: x[0, 0, 0], tree)
-
-
 def pipelined(trainer: Trainer) -> jax.stages.Wrapped:
     """Return the jitted pipeline without the reduction of gradients.
 
     Returns:
         A function of parameters in mesh layout, tokens [global_batch, sequence + 1] and codec state, which returns the
-        loss and the unreduced gradients of each device, with leading dims [data, pipe, tensor].
+        loss and the unreduced gradients of each device, with the axes as leading dims.
     """
 
     def backward(params: Params, tokens: jax.Array, codec: State) -> tuple[jax.Array, Weights]:
         stage = trainer.stage(params, tokens, None)
-        between = _local({direction: codec[direction] for direction in ("backward", "forward")})
+        between = local({direction: codec[direction] for direction in ("backward", "forward")})
         loss, grads, *_ = executor.loss_and_gradients(
             stage, trainer.buffers, trainer.schedule.masked, trainer.compression.links, between
         )
-        return _spread((loss, grads))
+        return spread((loss, grads))
 
-    return jax.jit(trainer.shard_map(backward, (trainer.layout.specs(), BATCH_SPEC, CODEC_SPEC), CODEC_SPEC))
+    return jax.jit(trainer.shard_map(backward, (trainer.layout.specs(), batch_spec(), device_spec()), device_spec()))
 
 
 def reduction(trainer: Trainer, level: int) -> jax.stages.Wrapped:
@@ -116,19 +110,19 @@ def reduction(trainer: Trainer, level: int) -> jax.stages.Wrapped:
     """
 
     def one(chosen: jax.Array, grads: Weights, state: State) -> jax.Array:
-        layers = gradients.layer_gradients(_local(grads))
+        layers = gradients.layer_gradients(local(grads))
 
         def body(total: jax.Array) -> jax.Array:
             # The barrier binds the inputs to the loop. Without it XLA would move the reduction out of the loop, and all
             # stages would run it.
-            inputs, total = lax.optimization_barrier(((layers, _local(state)), total))
+            inputs, total = lax.optimization_barrier(((layers, local(state)), total))
             outputs = gradients.reduce_layers(trainer.compression, level, *inputs)
             # Every output is needed, and only one element of each is read.
             return total + sum(x.reshape(-1)[0] for x in jax.tree.leaves(lax.optimization_barrier(outputs)))
 
-        return _spread(only_if(lax.axis_index("pipe") == chosen, body, jnp.float32(0)))
+        return spread(only_if(lax.axis_index(PIPE) == chosen, body, jnp.float32(0)))
 
-    return jax.jit(trainer.shard_map(one, (PartitionSpec(), CODEC_SPEC, CODEC_SPEC), CODEC_SPEC))
+    return jax.jit(trainer.shard_map(one, (PartitionSpec(), device_spec(), device_spec()), device_spec()))
 
 
 def measure(trainer: Trainer, state: TrainState) -> StageTimes:

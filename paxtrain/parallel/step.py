@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from compress import Codec
 from paxtrain.config import Config
+from paxtrain.config.axes import PIPE, batch_axes
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.model.attention import settle_attention
@@ -32,10 +33,12 @@ from paxtrain.parallel import compiler_options, gradients, muon
 from paxtrain.parallel.compression.named import settle_implementation
 from paxtrain.parallel.compression.settled import CodecStates, Compression
 from paxtrain.parallel.layout import Layout, Params, is_spec
+from paxtrain.parallel.mesh import batch_spec, device_spec, local, spread
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
 from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.weights import gather_weights
 from paxtrain.pipeline import executor, virtual
+from paxtrain.pipeline.collectives import position
 from paxtrain.pipeline.stage import Share, Stage
 from paxtrain.process import compilation_cache, distributed
 from paxtrain.schedule.buffers import Buffers, assign
@@ -43,9 +46,6 @@ from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import build, forward_only
 from paxtrain.schedule.table import Schedule
 from paxtrain.schedule.uneven import assign_ranks
-
-BATCH_SPEC = PartitionSpec("data")
-CODEC_SPEC = PartitionSpec("data", "pipe", "tensor")  # each device has a separate codec state
 
 
 @flax.struct.dataclass
@@ -73,7 +73,7 @@ class Trainer:
 
     Attributes:
         config: Configuration of model, mesh, pipeline, batch, optimizer and compression.
-        mesh: Device mesh with the axes (data, pipe, tensor), as `make_mesh` returns it.
+        mesh: Device mesh as `make_mesh` returns it.
         stage_ranks: Rank of each stage's factors over data, 0 for dense; None: the ranks of the configuration after
             compression has started.
         record: Number of rows of the schedule whose messages each link between stages keeps in its state, for a study.
@@ -182,7 +182,7 @@ class Trainer:
             transform_non_params=lambda _: PartitionSpec(),
             is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
-        codec = jax.tree.map(lambda _: CODEC_SPEC, state.codec)
+        codec = jax.tree.map(lambda _: device_spec(), state.codec)
         return state.replace(
             step=PartitionSpec(), skipped=PartitionSpec(), params=params, optimizer=optimizer, codec=codec
         )
@@ -198,7 +198,7 @@ class Trainer:
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of a global batch: its sequences are split over data."""
-        return NamedSharding(self.mesh, BATCH_SPEC)
+        return NamedSharding(self.mesh, batch_spec())
 
     def abstract_state(self) -> TrainState:
         """Return the shapes of the training state, as jax.ShapeDtypeStruct with shardings."""
@@ -298,9 +298,7 @@ class Trainer:
             out_specs: PartitionSpecs of its results.
         """
         if self.virtual:
-            mesh = self.config.mesh
-            sizes = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}
-            return virtual.shard_map(function, sizes, in_specs, out_specs)
+            return virtual.shard_map(function, self.config.mesh.sizes, in_specs, out_specs)
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def stage(
@@ -334,16 +332,16 @@ class Trainer:
 
     def _data_rank(self) -> jax.Array:
         """Return the data rank of a device in the whole batch."""
-        return lax.axis_index("data")
+        return position(batch_axes())
 
     @jax.named_scope("sync")
     def _sum_loss(self, loss: jax.Array) -> jax.Array:
-        return lax.psum(loss, ("data", "pipe")) / self.config.mesh.data
+        return lax.psum(loss, (*batch_axes(), PIPE)) / self.config.mesh.ranks
 
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: CodecStates) -> tuple:
         """Return one device's results for `loss_and_gradients`, before they are assembled to global arrays."""
         table, compression = self.schedule, self.compression
-        codec = jax.tree.map(lambda x: x[0, 0, 0], codec)
+        codec = local(codec)
         stage = self.stage(params, tokens, key)
         between = {direction: codec[direction] for direction in ("backward", "forward")}
         reduction = DataReduction(compression, self.ranks, codec["data"], codec.get("embedding", ()))
@@ -352,7 +350,7 @@ class Trainer:
         )
         reduced = reduction.finish(grads, states)
         tables = {"embedding": reduced.tables} if compression.tables is not None else {}
-        codec = jax.tree.map(lambda x: x[None, None, None], {**between, "data": reduced.state, **tables})
+        codec = spread({**between, "data": reduced.state, **tables})
         return self._sum_loss(loss), reduced.gradients, codec, reduced.left_out[None]
 
     def loss_and_gradients(
@@ -375,8 +373,8 @@ class Trainer:
         codec = self.compression.init() if codec is None else codec
         run = self.shard_map(
             self._local_gradients,
-            in_specs=(specs, BATCH_SPEC, whole, CODEC_SPEC),
-            out_specs=(whole, specs, CODEC_SPEC, PartitionSpec("pipe")),
+            in_specs=(specs, batch_spec(), whole, device_spec()),
+            out_specs=(whole, specs, device_spec(), PartitionSpec(PIPE)),
         )
         return run(params, tokens, key, codec)
 
@@ -496,5 +494,5 @@ class Trainer:
         Returns:
             Mean loss over the batch in nats per token, float32 [], without dropout.
         """
-        run = self.shard_map(self._local_loss, (self.layout.specs(), BATCH_SPEC), PartitionSpec())
+        run = self.shard_map(self._local_loss, (self.layout.specs(), batch_spec()), PartitionSpec())
         return jax.jit(run)

@@ -17,6 +17,7 @@ from jax import lax
 from compress.codec import Codec
 from compress.collectives import packed_gather
 from compress.reducer import Shard, gather
+from paxtrain.config.axes import DATA, PIPE
 from paxtrain.model import transformer
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.pipeline.program import Segment, Weights
@@ -39,7 +40,7 @@ def on_edges(layout: Layout, run: Callable[[T], T], x: T) -> T:
     """
     if len(layout.ends) == layout.stages:
         return run(x)
-    stage = lax.axis_index("pipe")
+    stage = lax.axis_index(PIPE)
     edge = (stage == 0) | (stage == layout.ends[-1])
 
     def skip(x: T) -> T:
@@ -60,12 +61,12 @@ def _gather(shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
     kinds = [[i for i in some if shards[i].dtype == dtype] for dtype in dtypes]
 
     def each(shards: list[jax.Array]) -> list[jax.Array]:
-        return [lax.all_gather(x, "data", axis=d, tiled=True) if d >= 0 else x for x, d in zip(shards, dims)]
+        return [lax.all_gather(x, DATA, axis=d, tiled=True) if d >= 0 else x for x, d in zip(shards, dims)]
 
     def together(shards: list[jax.Array]) -> list[jax.Array]:
         gathered = list(shards)
         for places in kinds:
-            whole = packed_gather([shards[i] for i in places], [dims[i] for i in places], "data")
+            whole = packed_gather([shards[i] for i in places], [dims[i] for i in places], DATA)
             for i, x in zip(places, whole, strict=True):
                 gathered[i] = x
         return gathered
@@ -78,7 +79,7 @@ def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
     """Return the embedding's table gathered over data along dim, on the first and the last stage."""
     if dim < 0:
         return shard
-    run = functools.partial(lax.all_gather, axis_name="data", axis=dim, tiled=True)
+    run = functools.partial(lax.all_gather, axis_name=DATA, axis=dim, tiled=True)
     return on_edges(layout, run, shard)
 
 
@@ -100,7 +101,7 @@ def _gather_coded(layout: Layout, codec: Codec, shards: Weights, dims: Weights) 
     named, structure = jax.tree_util.tree_flatten_with_path(shards)
     leaves, places = [x for _, x in named], jax.tree.leaves(dims)
     some = [i for i, (path, _) in enumerate(named) if _is_kernel(layout, path) and places[i] >= 0]
-    where = [Shard("data", layout.config.mesh.data, places[i]) for i in some]
+    where = [Shard(DATA, layout.config.mesh.data, places[i]) for i in some]
     with jax.named_scope("compression"):
         for i, x in zip(some, gather(codec, [leaves[i] for i in some], where), strict=True):
             leaves[i] = x

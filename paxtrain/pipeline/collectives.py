@@ -12,16 +12,17 @@ from jax import lax
 
 T = TypeVar("T")  # a pytree of arrays
 # The stages' axis, or (data, pipe) if messages of each data rank are named apart.
-MeshAxes: TypeAlias = str | tuple[str, str]
+MeshAxes: TypeAlias = str | tuple[str, ...]
 Pairs: TypeAlias = tuple[tuple[int, int], ...]  # (sender, receiver) positions on an axis
 
 
 def position(axis: MeshAxes) -> jax.Array:
-    """Return this device's position on an axis, int32 []; on two axes their index, row-major."""
-    if isinstance(axis, str):
-        return lax.axis_index(axis)
-    major, minor = axis
-    return lax.axis_index(major) * lax.axis_size(minor) + lax.axis_index(minor)
+    """Return this device's position on an axis, int32 []; on several axes their index, row-major."""
+    first, *others = (axis,) if isinstance(axis, str) else axis
+    found = lax.axis_index(first)
+    for name in others:
+        found = found * lax.axis_size(name) + lax.axis_index(name)
+    return found
 
 
 def stage_pairs(axis: MeshAxes, pairs: Pairs) -> Pairs:

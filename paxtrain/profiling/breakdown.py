@@ -38,19 +38,20 @@ import numpy as np
 from jax.profiler import ProfileData
 from jax.sharding import Mesh
 
+from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.process import distributed
 from paxtrain.profiling.trace import INPUT, OTHER, STEP, Part, Span, read
 from paxtrain.xla import hlo
 
 SCOPES = ("forward", "backward", "head", "embedding", "compression", "optimizer", "sync")
-TENSOR = ("tensor/forward", "tensor/head", "tensor/backward")
-LINKS = ("pipeline", *TENSOR, "gather", "data", "embedding", "sync")
+OVER_TENSOR = ("tensor/forward", "tensor/head", "tensor/backward")
+LINKS = ("pipeline", *OVER_TENSOR, "gather", "data", "embedding", "sync")
 PARTS = (
     "forward",
     "backward",
     "head",
     "pipeline",
-    *TENSOR,
+    *OVER_TENSOR,
     "gather",
     "data",
     "embedding",
@@ -119,11 +120,11 @@ def part(instruction: hlo.Instruction, mesh: Mesh) -> Part:
     if scope in ("embedding", "sync") or (scope == "optimizer" and "muon" not in words):
         return Part("embedding" if scope == "embedding" else "sync", link=True)
     over = axes(instruction.groups, mesh)
-    if over == {"pipe"} and instruction.kind == "collective-permute":
+    if over == {PIPE} and instruction.kind == "collective-permute":
         return Part("pipeline", link=True)
-    if over == {"tensor"}:
+    if over == {TENSOR}:
         return Part(f"tensor/{scope if scope in ('forward', 'head') else 'backward'}", link=True)
-    if over == {"data"}:
+    if over == {DATA}:
         return Part("gather" if "gather_weights" in words else "data", link=True)
     return Part("sync", link=True)
 

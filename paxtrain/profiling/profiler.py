@@ -28,7 +28,7 @@ TIMELINE, PICTURE, TABLE = "timeline.json.gz", "timeline.png", "breakdown.txt"
 GROUPS = {
     "compute": ("forward", "backward", "head", "compression", "optimizer", "other"),
     "transfer": ("pipeline",),
-    "tensor": breakdown.TENSOR,
+    "tensor": breakdown.OVER_TENSOR,
     "data": ("gather", "data", "embedding"),
     "sync": ("sync",),
     "input": ("input",),

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from paxtrain.profiling.breakdown import PARTS, TENSOR, Traced
+from paxtrain.profiling.breakdown import OVER_TENSOR, PARTS, Traced
 from paxtrain.profiling.trace import Part, Span
 from paxtrain.run import plots
 
@@ -23,7 +23,7 @@ COLORS = {
     "backward": "#5b8c3a",
     "head": "#8a5a9e",
     "pipeline": "#d9622b",
-    **dict.fromkeys(TENSOR, "#e0a030"),
+    **dict.fromkeys(OVER_TENSOR, "#e0a030"),
     "gather": "#e0788a",
     "data": "#b3261e",
     "embedding": "#c77f9b",

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from paxtrain.config import Config, OptimizerConfig, read_section, to_dict
+from paxtrain.config.axes import in_words
 from paxtrain.model import parameters
 from paxtrain.outer.trainer import GroupedTrainer
 from paxtrain.parallel.optimizer import learning_rate
@@ -31,11 +32,7 @@ def parameters_per_device(trainer: Trainer) -> int:
     mesh, total = trainer.config.mesh, 0
     specs = trainer.layout.specs(data=False)
     for x, spec in zip(jax.tree.leaves(trainer.layout.shapes), jax.tree.leaves(specs), strict=True):
-        shares = {"pipe": mesh.pipe, "tensor": mesh.tensor}
-        split = 1
-        for axis in spec:
-            split *= shares.get(axis, 1)
-        total += x.size // split
+        total += x.size // math.prod(mesh.sizes[axis] for axis in spec if axis)
     return total
 
 
@@ -69,7 +66,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequ
     temporary = f"{size(memory.temp_size_in_bytes, 'B')} temporary (XLA's buffer assignment)"
     return [
         ("model", f"{size(parameters.published(model))} parameters, {shape}"),
-        ("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}, on {devices}"),
+        ("mesh", f"{in_words(mesh.sizes)}, {how}, on {devices}"),
         ("batch", f"{batch.global_batch} sequences = {parts}"),
         ("schedule", f"{config.pipeline.schedule}, {rows}, save={config.pipeline.save}"),
         ("layers per stage", stages + padding),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paxtrain.config import Config
+from paxtrain.config.axes import DATA, PIPE
 from paxtrain.config.compress import LOW_RANK
 from paxtrain.config.options import NO_OPTIONS, PLACES, PROBED
 from paxtrain.errors import UserError
@@ -39,10 +40,10 @@ def places(config: Config, asked: Sequence[str]) -> tuple[str, ...]:
     if unknown := [place for place in asked if place not in PROBED]:
         raise UserError(f"--axes must be some of {', '.join(PROBED)} with --probe, got {unknown[0]!r}")
     mesh = config.mesh
-    axes = {place: "pipe" if place in ("backward", "forward") else "data" for place in PROBED}
+    axes = {place: PIPE if place in ("backward", "forward") else DATA for place in PROBED}
     if config.model.tied_head and mesh.pipe > 1:
-        axes["embedding"] = "pipe"
-    found = tuple(place for place in asked or PLACES if getattr(mesh, axes[place]) > 1)
+        axes["embedding"] = PIPE
+    found = tuple(place for place in asked or PLACES if mesh.sizes[axes[place]] > 1)
     missing = [place for place in asked if place not in found]
     if missing or not found:
         place = missing[0] if missing else "backward"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import AXES
 from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
@@ -31,7 +32,7 @@ from planner.search.space import Space, candidate_of, divisors, enumerate_candid
 
 # What changes together, as columns of the space, and the flags that choose it.
 _CHOICES = {
-    ("data", "pipe", "tensor"): ("data", "pipe", "tensor"),
+    tuple(AXES): tuple(AXES),
     ("micro_batch",): ("micro_batch",),
     ("schedule", "chunks"): ("schedules", "virtual_stages"),
     ("save",): ("saves",),
@@ -150,7 +151,7 @@ class MemoryAnswer:
     def _table(self) -> list[list[str]]:
         uses = list(self.uses.values())
         rows = [["GB a device", *self.uses]]
-        rows.append(["data x pipe x tensor", *(mesh(use.candidate) for use in uses)])
+        rows.append([" x ".join(AXES), *(mesh(use.candidate) for use in uses)])
         rows.append(["micro-batch", *(str(use.candidate.micro_batch) for use in uses)])
         rows.append(["schedule", *(_schedule(use.candidate) for use in uses)])
         rows.append(["save", *(use.candidate.save for use in uses)])
@@ -364,7 +365,7 @@ def _other_plans(free: Search, use: Use) -> Iterator[Change]:
 def _place_of(free: Search, c: Candidate) -> int | None:
     """Return the place of a candidate in a search's space."""
     space = free.space
-    alike = (space.data == c.data) & (space.pipe == c.pipe) & (space.tensor == c.tensor)
+    alike = np.logical_and.reduce([getattr(space, name) == size for name, size in c.sizes.items()])
     some = np.flatnonzero(alike & (space.micro_batch == c.micro_batch)).tolist()
     c = dataclasses.replace(c, backward_links=(), forward_links=())  # which links compress takes no memory
     return next((i for i in some if candidate_of(space, i, c.counts, free.choices) == c), None)

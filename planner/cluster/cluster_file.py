@@ -51,8 +51,8 @@ import numpy as np
 from paxtrain import files
 from paxtrain.config import SAVE_MODES
 from paxtrain.config.model import FAMILIES
-from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
+from paxtrain.files import find
 from planner.cluster import hostlist
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cluster.link_values import links_of

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import numpy as np
 
 from paxtrain.config import OuterConfig, scans
+from paxtrain.config.axes import AXES, inside_axes
 from paxtrain.schedule.schedules import spec_of
 from paxtrain.schedule.stage_map import StageMap
 from planner.cost.coded import LOW_RANK, Coded
@@ -70,6 +72,16 @@ class Candidate:
     data_micro_batches: tuple[int, ...] = ()
     outer: OuterConfig = NO_GROUPS
     min_ratio: float = 2.0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of all axes by name, in the order of the mesh."""
+        return {name: getattr(self, name) for name in AXES}
+
+    @functools.cached_property
+    def seat(self) -> int:
+        """Devices that share a seat: those of a tensor group, and of other axes inside a host."""
+        return math.prod(self.sizes[name] for name in inside_axes())
 
     @functools.cached_property
     def apart(self) -> int:
@@ -148,4 +160,4 @@ class Candidate:
 def host_order(candidate: Candidate, per_host: int) -> Array:
     """Return the placement of a mesh over devices in order, int [1, D, P], as a run without a plan has it."""
     groups = np.arange(candidate.groups).reshape(1, candidate.data, candidate.pipe)
-    return groups // (per_host // candidate.tensor)
+    return groups // (per_host // candidate.seat)

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from compress.policy import LOW_RANK_PASSES, POWER_SGD_PASSES, largest_rank, too_large
 from paxtrain.config import CompressConfig
+from paxtrain.config.axes import DATA
 from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, REDUCED, CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import Numbers
@@ -469,7 +470,7 @@ def _shard(shape: tuple[int, int], members: int, zero1: bool) -> "Shard":
     from compress.reducer import Shard
 
     dim = next((d for d, n in enumerate(shape) if n % members == 0), -1)
-    return Shard("data", members, dim if zero1 else -1)
+    return Shard(DATA, members, dim if zero1 else -1)
 
 
 @_remembered
@@ -481,8 +482,7 @@ def _takes(reducer: "Reducer", shape: tuple[int, int], members: int, zero1: bool
 @_remembered
 def _exchanges(reducer: "Reducer", shape: tuple[int, int], members: int, zero1: bool) -> tuple[CodecExchange, ...]:
     """Return the collectives of a matrix by kind; one that cannot be cut into equal parts is reduced as it is."""
-    found: dict[str, CodecExchange] = {}
-    shard = _shard(shape, members, zero1)
+    shard, found = _shard(shape, members, zero1), dict[str, CodecExchange]()
     if not reducer.takes(shape, shard, 0.0):
         return (CodecExchange("all-reduce", 2 * (members - 1) / members * math.prod(shape) * 4, 1),)
     for kind, sent in reducer.traffic(shape, shard):

@@ -1,6 +1,7 @@
 """The simulated step of one configuration on one cluster, by this trainer and by others'."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -54,9 +55,7 @@ def candidate_of_config(config: Config) -> Candidate:
     together = mesh.data // config.groups
     over_data = compress.data.over(together) != "none" and together > 1
     return Candidate(
-        data=mesh.data,
-        pipe=mesh.pipe,
-        tensor=mesh.tensor,
+        **dict[str, Any](mesh.sizes),
         micro_batch=config.batch.micro_batch,
         micro_batches=config.micro_batches,
         schedule=pipeline.schedule_key,
@@ -97,7 +96,7 @@ def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) 
         ValueError: the mesh or the placement does not fit the cluster.
     """
     candidate = candidate_of_config(config)
-    if candidate.tensor > cluster.devices_per_host or cluster.devices_per_host % candidate.tensor:
+    if candidate.seat > cluster.devices_per_host or cluster.devices_per_host % candidate.seat:
         per_host = cluster.devices_per_host
         raise ValueError(f"mesh.tensor={candidate.tensor} does not divide the {per_host} devices of a host")
     if config.mesh.devices > cluster.devices:
@@ -106,7 +105,7 @@ def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) 
     placed = host_order(candidate, cluster.devices_per_host)[0] if hosts is None else np.asarray(hosts, int)
     if placed.shape != shape or placed.min() < 0 or placed.max() >= len(cluster.hosts):
         raise ValueError(f"hosts must be an array {shape} of numbers below {len(cluster.hosts)}, got {placed.shape}")
-    if np.bincount(placed.ravel()).max() * candidate.tensor > cluster.devices_per_host:
+    if np.bincount(placed.ravel()).max() * candidate.seat > cluster.devices_per_host:
         per_host = cluster.devices_per_host
         raise ValueError(f"hosts puts tensor groups of more than the {per_host} devices of a host on one")
     problem = Problem(cluster, config.model, candidate)

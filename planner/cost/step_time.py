@@ -189,7 +189,7 @@ class Problem(Sizes):
             hosts: int [batch, D, P].
         """
         c = self.candidate
-        return paths(fabric, hosts, c.tensor, c.coded.grouped(c.together), c.apart)
+        return paths(fabric, hosts, c.seat, c.coded.grouped(c.together), c.apart)
 
     def seconds(self, links: LinkSeconds, kinds: Array) -> simulator.Seconds:
         """Return the simulator's durations, with all pipelines of all placements as one batch."""

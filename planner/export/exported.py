@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import AXES
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 
@@ -52,7 +53,7 @@ class MeshRanks:
     """The ranks of a trainer: of each its position in the mesh and its device.
 
     Attributes:
-        positions: [ranks, 3] data, pipe and tensor.
+        positions: [ranks, axes] of the mesh.
         host: [ranks] number of the host.
         device: [ranks] number of the device in the host.
         names: names of the hosts.
@@ -86,7 +87,7 @@ class MeshRanks:
             f"{rank},{self.names[host]},{device},{','.join(map(str, position))}"
             for rank, (host, device, position) in enumerate(zip(self.host, self.device, self.positions.tolist()))
         ]
-        table = "\n".join(["rank,host,device,data,pipe,tensor", *rows]) + "\n"
+        table = "\n".join([",".join(("rank", "host", "device", *AXES)), *rows]) + "\n"
         if self.follow:
             hosts = [f"{self.names[host]} slots={self.per_host}\n" for host in self.host[:: self.per_host]]
             return {"ranks.csv": table, "hostfile": "".join(hosts)}
@@ -121,7 +122,7 @@ def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
 
     Args:
         plan: the plan.
-        order: "data", "pipe" and "tensor" in the order in which a trainer counts ranks, slowest first.
+        order: axes in the order in which a trainer counts ranks, slowest first.
 
     Raises:
         UserError: the plan does not say how many devices a host has.
@@ -130,8 +131,7 @@ def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
         raise UserError(
             "the plan has devices_per_host=0, so its ranks have no hosts; plan anew, or write the number into the plan"
         )
-    mesh, axes = plan.mesh, ("data", "pipe", "tensor")
-    shape = (mesh.data, mesh.pipe, mesh.tensor)
+    mesh, axes, shape = plan.mesh, list(plan.mesh.sizes), tuple(plan.mesh.sizes.values())
     devices = np.array(plan.device_order or range(mesh.devices)).reshape(shape)
     index = np.indices(shape)
     turned = [axes.index(axis) for axis in order]

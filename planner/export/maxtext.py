@@ -7,6 +7,7 @@ References:
 """
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
 from planner.export.exported import Exported, common, mesh_ranks
 
@@ -21,7 +22,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
         model: the model that it is for.
         layers: layers of each virtual stage, in the order of the model.
     """
-    where = mesh_ranks(plan, ("data", "pipe", "tensor"))
+    where = mesh_ranks(plan, (DATA, PIPE, TENSOR))
     settings = {**_model(model), **_parallel(plan, layers)}
     text = "".join(f"{key}={_written(value)}\n" for key, value in settings.items())
     program = "python -m maxtext.trainers.pre_train.train $(cat maxtext.args) run_name=... dataset_path=..."

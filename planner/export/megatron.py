@@ -7,11 +7,12 @@ References:
 """
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
 from paxtrain.schedule.schedules import spec_of
 from planner.export.exported import Exported, best_order, common, runs
 
-_ORDERS = {"": ("pipe", "data", "tensor"), "--use-tp-pp-dp-mapping": ("data", "pipe", "tensor")}
+_ORDERS = {"": (PIPE, DATA, TENSOR), "--use-tp-pp-dp-mapping": (DATA, PIPE, TENSOR)}
 _SAVES = {
     "inputs": "keeps only what a stage begins with; --recompute-num-layers of a whole stage comes near",
     "dots": "keeps matrix products; selective recomputation keeps all but attention, which takes more memory",

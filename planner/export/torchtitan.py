@@ -9,6 +9,7 @@ References:
 """
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.model import FAMILIES
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
@@ -62,7 +63,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     """
     if model.traits != FAMILIES["llama"]:
         raise UserError(f"torchtitan has no model of the family {model.family}; --to=megatron or maxtext would work")
-    where = mesh_ranks(plan, ("pipe", "data", "tensor"))
+    where = mesh_ranks(plan, (PIPE, DATA, TENSOR))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}
     program = "-m torchtitan.train --module torchtitan_plan --config planned --hf_assets_path=..."
     start = where.torchrun(program, "PYTHONPATH=.")

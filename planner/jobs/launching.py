@@ -5,8 +5,8 @@ import pathlib
 import re
 from collections.abc import Collection
 
-from paxtrain.config.shipped import find
 from paxtrain.errors import UserError, whole
+from paxtrain.files import find
 from paxtrain.knobs import knob
 from planner.jobs import jobset, slurm
 from planner.jobs.job import Job, seconds

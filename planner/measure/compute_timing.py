@@ -20,8 +20,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from paxtrain.config import SPLIT_SAVES, Config, MeshConfig
+from paxtrain.config.axes import AXES
 from paxtrain.model import transformer
-from paxtrain.parallel.mesh import AXES, from_process_rows, make_mesh, process_rows
+from paxtrain.parallel.mesh import batch_spec, from_process_rows, make_mesh, process_rows
 from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.pipeline import executor
 from paxtrain.pipeline.program import Weights
@@ -171,7 +172,7 @@ class LoopTimer:
             return _turns(trainer.stage(params, tokens, key, splits=compute.PARTS[0] in self.kinds), counts)
 
         specs, whole = trainer.layout.specs(), PartitionSpec()
-        mapped = trainer.shard_map(local, (specs, PartitionSpec("data"), whole), PartitionSpec(AXES))
+        mapped = trainer.shard_map(local, (specs, batch_spec(), whole), PartitionSpec(tuple(AXES)))
 
         def make(key: jax.Array) -> transformer.Params:
             return trainer.layout.from_canonical(transformer.init(c, key))

@@ -21,6 +21,7 @@ from absl import flags
 
 from paxtrain import command_line
 from paxtrain.config import Config, from_dict, to_dict
+from paxtrain.config.axes import AXES
 from paxtrain.config.load import nested
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import spec_of
@@ -36,7 +37,7 @@ _SETS = ("label", "held out", "without a pipeline")
 _LLAMA = ("family", "kv_heads", "intermediate", "tied_head")
 _SECTIONS = (
     ("model", ("vocab_size", "layers", "hidden", "heads", "sequence", "attention", *_LLAMA)),
-    ("mesh", ("data", "pipe", "tensor", "zero1")),
+    ("mesh", (*AXES, "zero1")),
     ("pipeline", ("schedule", "virtual_stages", "pipe_layers", "save", "scan_layers")),
     ("batch", ("global_batch", "micro_batch")),
     ("compress", ("backward.messages", "backward.rank", "error", "data.stages", "data.rank")),

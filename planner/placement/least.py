@@ -68,7 +68,7 @@ def case_links(problem: Problem, fabric: Fabric) -> CaseLinks:
         np.where(apart, fabric.per_byte, np.inf),
         np.diagonal(fabric.alpha),
         np.diagonal(fabric.per_byte),
-        problem.candidate.tensor,
+        problem.candidate.seat,
         fabric.nics,
         fabric.rails is not None,
         fabric.fan_out,

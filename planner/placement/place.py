@@ -65,12 +65,12 @@ def slots_per_host(c: Candidate, cluster: Cluster) -> int:
     Raises:
         UserError: the mesh does not fill the cluster with whole groups inside hosts.
     """
-    if cluster.devices_per_host % c.tensor or c.groups * c.tensor != cluster.devices:
+    if cluster.devices_per_host % c.seat or c.groups * c.seat != cluster.devices:
         raise UserError(
-            f"a mesh of {c.data} x {c.pipe} x {c.tensor} cannot be placed on {len(cluster.hosts)} hosts of "
+            f"a mesh of {' x '.join(map(str, c.sizes.values()))} cannot be placed on {len(cluster.hosts)} hosts of "
             f"{cluster.devices_per_host} devices; it must use all devices, with tensor groups inside hosts"
         )
-    return cluster.devices_per_host // c.tensor
+    return cluster.devices_per_host // c.seat
 
 
 def place(
@@ -237,7 +237,7 @@ class _Placing:
     def exactly(self, most: int) -> Placement | None:
         """Return the best of all placements; None if there are more than `most` without those that are alike."""
         c, twins = self.problem.candidate, exact.twins(self.fabric, self.problem.kind_of_host)
-        found = _every(self.fabric, c.data, c.pipe, c.tensor, tuple(twins.tolist()), most, c.inside, c.apart)
+        found = _every(self.fabric, c.data, c.pipe, c.seat, tuple(twins.tolist()), most, c.inside, c.apart)
         if found is None:
             return None
         every, links = found

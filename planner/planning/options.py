@@ -3,6 +3,7 @@
 import dataclasses
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, OuterConfig
+from paxtrain.config.axes import AXES
 from paxtrain.errors import UserError
 from paxtrain.knobs import check, knob
 from paxtrain.schedule.schedules import FILE, names, spec_of
@@ -21,7 +22,7 @@ ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
 GROUPS = ("configured", "sites")
 ORACLE = ("auto", "yes", "no")
 # Options that are choices of the search as they are.
-_CHOSEN = ("data", "tensor", "pipe", "micro_batch", "virtual_stages", "schedules", "saves", "backward_ranks")
+_CHOSEN = (*AXES, "micro_batch", "virtual_stages", "schedules", "saves", "backward_ranks")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,19 +32,19 @@ class Sections(TypedDict):
     compress: CompressConfig
 
 
-def device_order(hosts: np.ndarray, per_host: int, tensor: int) -> tuple[int, ...]:
-    """Return the device of every mesh position, row-major over data, pipe and tensor.
+def device_order(hosts: np.ndarray, per_host: int, seat: int) -> tuple[int, ...]:
+    """Return the device of every mesh position, row-major.
 
     Args:
         hosts: int [D, P], host of each tensor group.
         per_host: devices per host.
-        tensor: devices per tensor group.
+        seat: devices that share a seat, whose axes are the last ones of the mesh.
 
     Returns:
         Indices into the devices of all hosts, host after host.
     """
-    first = (hosts * per_host + host_slots(hosts) * tensor).ravel()
-    return tuple((first[:, None] + np.arange(tensor)).ravel().tolist())
+    first = (hosts * per_host + host_slots(hosts) * seat).ravel()
+    return tuple((first[:, None] + np.arange(seat)).ravel().tolist())
 
 
 def sections(
@@ -68,7 +68,7 @@ def sections(
     stages = ",".join(map(str, np.flatnonzero(compressed).tolist()))
     ranked, off = stages and compress.data.low_rank, _codecs(c, bool(stages))
     return {
-        "mesh": MeshConfig(c.data, c.pipe, c.tensor, c.zero1, c.sequence_parallel, c.reduce_dtype),
+        "mesh": _mesh(c),
         "pipeline": PipelineConfig(
             schedule=schedule,
             in_flight=in_flight,
@@ -104,6 +104,12 @@ def sections(
             weights=off["weights"],
         ),
     }
+
+
+def _mesh(c: Candidate) -> MeshConfig:
+    """Return the section mesh of a candidate."""
+    sizes: dict[str, Any] = c.sizes
+    return MeshConfig(**sizes, zero1=c.zero1, sequence_parallel=c.sequence_parallel, reduce_dtype=c.reduce_dtype)
 
 
 def groups(candidate: Candidate) -> PlannedGroups | None:
@@ -156,7 +162,7 @@ def decide(
         **sections(candidate, model.layers, global_batch, compress, step.compressed[0]),
         hosts=real.hosts if real.named else (),
         devices_per_host=real.devices_per_host,
-        device_order=device_order(hosts, cluster.devices_per_host, candidate.tensor),
+        device_order=device_order(hosts, cluster.devices_per_host, candidate.seat),
         outer=groups(candidate),
         module=model.module,
         predicted=predicted,

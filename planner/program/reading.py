@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import TENSOR
 from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
 from paxtrain.model.context import Dropout
@@ -28,7 +29,6 @@ from planner.program.layer_program import Bytes, LayerCollective, LayerProgram, 
 from planner.program.operations import ATTENTION, Names, Operation, Value, attention, operations
 from planner.program.traffic import Traffic
 
-_AXIS = "tensor"
 _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093)
 
 Counted = TypeVar("Counted", MatrixProduct, LayerCollective)
@@ -51,7 +51,7 @@ def read(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) ->
         found.append(_Reader(batch).layer(model, tensor, sequence_parallel, save, (weights, x, index, random, starts)))
         return x
 
-    mesh = AbstractMesh((tensor,), (_AXIS,), axis_types=(AxisType.Auto,))
+    mesh = AbstractMesh((tensor,), (TENSOR,), axis_types=(AxisType.Auto,))
     # One device's arrays, as if all devices had the same.
     mapped = jax.shard_map(device, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
     x = _array((batch, model.sequence // (tensor if sequence_parallel else 1), model.hidden), model.dtype)
@@ -91,7 +91,7 @@ class _Reader:
             save: PipelineConfig.save.
             arguments: weights, x, the layer's index, the randomness of dropout, and the documents' beginnings.
         """
-        group = Group(_AXIS, sequence_parallel) if tensor > 1 else WHOLE
+        group = Group(TENSOR, sequence_parallel) if tensor > 1 else WHOLE
         weights, x, *rest = arguments
 
         def layer(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> jax.Array:
@@ -162,7 +162,7 @@ class _Reader:
                 products[self._convolution(equation)] += turns
             elif name in traced.KINDS:
                 size = self._bytes([x.aval for x in equation.invars])
-                exchanged[LayerCollective(traced.KINDS[name], _AXIS, size)] += turns
+                exchanged[LayerCollective(traced.KINDS[name], TENSOR, size)] += turns
         passes = Traffic(program, self._batch, results)
         counted = (_counted(some) for some in (products, batched, fused))
         return Work(*counted, _counted(exchanged), self._moved(passes), passes.unknown)

@@ -4,6 +4,7 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
+from paxtrain.config.axes import AXES
 from paxtrain.config.options import OTHERS, PLACES
 from paxtrain.model import parameters
 from paxtrain.tables import times
@@ -59,9 +60,9 @@ def hosts(number: int) -> str:
 
 
 def mesh(candidate: Candidate) -> str:
-    """Return data x pipe x tensor, as "32 x 4 x 1"; " seq" follows if tensor also splits the sequence."""
+    """Return the sizes of the axes, as "32 x 4 x 1"; " seq" follows if tensor also splits the sequence."""
     sequence = " seq" if candidate.sequence_parallel else ""
-    return f"{candidate.data} x {candidate.pipe} x {candidate.tensor}{sequence}"
+    return " x ".join(map(str, candidate.sizes.values())) + sequence
 
 
 def schedule(candidate: Candidate) -> str:
@@ -255,7 +256,7 @@ def headline(report: Report) -> str:
     speed = f"{duration(found.seconds)} a step, {tokens(report.tokens_per_second(found.seconds))} tokens/s"
     used = "" if report.mfu is None else f", {share(report.mfu)} MFU"
     by_rank = f", data ranks of {micro_batches(c)} micro-batches" if c.data_micro_batches else ""
-    return f"{mesh(c)} (data x pipe x tensor), {schedule(c)}, micro-batch {c.micro_batch}{by_rank}: {speed}{used}"
+    return f"{mesh(c)} ({' x '.join(AXES)}), {schedule(c)}, micro-batch {c.micro_batch}{by_rank}: {speed}{used}"
 
 
 def gains(report: Report) -> list[str]:

@@ -47,9 +47,7 @@ def flows(report: Report) -> list[Flows]:
 
     def add(what: str, senders: Array, receivers: Array, size: Array | float) -> None:
         """Add flows of which each tensor rank sends `size` bytes."""
-        found.append(
-            Flows(what, senders, receivers, np.broadcast_to(c.tensor * np.asarray(size, float), senders.shape))
-        )
+        found.append(Flows(what, senders, receivers, np.broadcast_to(c.seat * np.asarray(size, float), senders.shape)))
 
     def around(what: str, ranks: Array, size: Array | float) -> None:
         """Add a turn of rings over ranks [..., P, n], of which each sends `size` bytes of its stage."""
@@ -190,7 +188,7 @@ def trunk_words(report: Report) -> str:
 
 def by_nics(report: Report) -> tuple[Array, float]:
     """Return the bytes of a step that leave by each NIC, [H, nics], and those that change rails; there are rails."""
-    fabric, tensor, rails = report.fabric, report.chosen.candidate.tensor, report.cluster.rails
+    fabric, tensor, rails = report.fabric, report.chosen.candidate.seat, report.cluster.rails
     assert rails is not None
     found, changed = np.zeros((len(report.cluster.hosts), fabric.nics)), 0.0
     for _, senders, receivers, size in flows(report):

@@ -53,7 +53,7 @@ def _chosen_by(search: Search, rule: str) -> int:
     costs = pruning.compute(cluster, model, taken)
     f, b = (costs[name] * taken.slots for name in ("forward", "backward"))
     apart = cluster.bandwidth[between(cluster)]
-    groups = cluster.devices_per_host // taken.tensor
+    groups = cluster.devices_per_host // taken.seat
     outside = float(np.median(apart)) if apart.size else np.inf
     inside = float(np.median(np.diagonal(cluster.bandwidth)))
     message = taken.micro_batch * model.sequence // taken.parts * model.hidden * pruning.item(model)

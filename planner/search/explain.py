@@ -1,6 +1,7 @@
 """Reasons: why each neighbor of the chosen plan was not chosen, and why no candidate compresses."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from compress.policy import largest_rank, too_large
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, ModelConfig
+from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, in_words
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of, spec_of
 from paxtrain.tables import times
@@ -17,13 +19,13 @@ from planner.cost.coded import Coded
 from planner.search.search import Found, Search
 from planner.search.space import COLUMNS, Choices, Space, listed, message_shape, numbers_of, sharding_problem
 
-_SHAPE = ("data", "pipe", "tensor", "micro_batch")  # changed by factors
+_SHAPE = (*AXES, "micro_batch")  # changed by factors
 _FREE = tuple(name for name in COLUMNS if name not in _SHAPE and name != "micro_batches")
 
 
 def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
     """Yield the chosen plan's columns with one thing changed; sizes of the mesh change in pairs."""
-    for more, less in (("data", "pipe"), ("data", "tensor"), ("pipe", "tensor")):
+    for more, less in itertools.combinations(AXES, 2):
         for a, b in ((more, less), (less, more)):
             if now[b] % 2 == 0:
                 yield now | {a: now[a] * 2, b: now[b] // 2}
@@ -31,7 +33,7 @@ def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
         if now["micro_batch"] * factor >= 1:
             yield now | {"micro_batch": int(now["micro_batch"] * factor)}
     for column in _FREE:
-        same = search.space.pipe == now["pipe"] if column == "schedule" else slice(None)
+        same = search.space.pipe == now[PIPE] if column == "schedule" else slice(None)
         for value in np.unique(getattr(search.space, column)[same]).tolist():
             if value != now[column]:
                 yield now | {column: value}
@@ -62,7 +64,7 @@ def without_groups(search: Search, chosen: Found) -> list[str]:
     except UserError as error:
         return [f"without groups: {error}"]
     c = best.candidate
-    mesh = f"data={c.data} pipe={c.pipe} tensor={c.tensor} micro_batch={c.micro_batch} {c.schedule}"
+    mesh = f"{in_words(c.sizes)} micro_batch={c.micro_batch} {c.schedule}"
     longer = _longer(best.seconds / chosen.seconds - 1)
     return [f"without groups: the best plan found, {mesh}, takes {best.seconds:.4g} s, {longer}"]
 
@@ -144,7 +146,7 @@ def _why(search: Search, chosen: Found, where: np.ndarray, changed: dict[str, in
 def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
     """Return why there is no such candidate."""
     cluster, model = search.cluster, search.model
-    data, pipe, tensor, micro = (changed[name] for name in ("data", "pipe", "tensor", "micro_batch"))
+    data, pipe, tensor, micro = (changed[name] for name in (DATA, PIPE, TENSOR, "micro_batch"))
     if cluster.devices_per_host % tensor:
         return f"tensor groups stay inside a host of {cluster.devices_per_host} devices"
     for name, size in model.split_sizes.items():

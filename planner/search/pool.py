@@ -44,10 +44,10 @@ class Pool:
 def plain_layouts(candidate: Candidate, per_host: int) -> Array:
     """Return layouts [1 or 2, D, P] of devices in order: pipeline neighbors side by side, then data ranks."""
     hosts = host_order(candidate, per_host)
-    if per_host == candidate.tensor:
+    if per_host == candidate.seat:
         return hosts
     groups = np.arange(candidate.groups).reshape(1, candidate.pipe, candidate.data)
-    return np.concatenate([hosts, np.swapaxes(groups, 1, 2) // (per_host // candidate.tensor)])
+    return np.concatenate([hosts, np.swapaxes(groups, 1, 2) // (per_host // candidate.seat)])
 
 
 class Pools:
@@ -55,12 +55,12 @@ class Pools:
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
-        self._pools: dict[tuple[int, int, int], Pool] = {}
+        self._pools: dict[tuple[int, ...], Pool] = {}
 
     def of(self, problem: Problem) -> Pool:
         """Return the pool of a problem's mesh."""
         c = problem.candidate
-        key = c.data, c.pipe, c.tensor
+        key = tuple(c.sizes.values())
         if key not in self._pools:
             plain = plain_layouts(c, problem.cluster.devices_per_host)
             # Hosts of one kind side by side, so that data ranks lie on one kind as far as they can.
@@ -86,7 +86,7 @@ class Pools:
         if len(cluster.hosts) == 1 or (_alike(self.fabric) and not several):
             return np.empty((0, c.data, c.pipe), int)
         begin = anneal.starts(
-            (c.data, c.pipe, cluster.devices_per_host // c.tensor),
+            (c.data, c.pipe, cluster.devices_per_host // c.seat),
             self.fabric.slowness,
             speed=problem.work.sum(axis=1)[kinds],
             load=np.arange(c.pipe, 0, -1, dtype=float),

@@ -67,7 +67,7 @@ def compute(cluster: Cluster, model: ModelConfig, space: Space, kinds: Sequence[
 
 def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array]:
     """Return columns: latency and seconds per byte of the fastest hop, and of the fastest slowest link of a ring."""
-    groups = cluster.devices_per_host // space.tensor  # of a host
+    groups = cluster.devices_per_host // space.seat  # of a host
     size = len(cluster.hosts)
     inside = np.eye(size, dtype=bool)
     alpha_in, byte_in = cluster.alpha[inside].min(), 1 / cluster.samples[:, inside].max()
@@ -76,7 +76,7 @@ def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array
     else:
         apart = between(cluster)
         alpha_out, byte_out = cluster.alpha[apart].min(), 1 / cluster.samples[:, apart].max()
-    crowd = np.maximum(space.tensor / cluster.nics, 1.0)
+    crowd = np.maximum(space.seat / cluster.nics, 1.0)
 
     def pick(within: Array, a: float, b: float, share: Array) -> Array:
         return np.where(within, min(a, b), b * share)
@@ -277,9 +277,9 @@ def _waits_for_its_first_gradient(spec: ScheduleSpec) -> bool:
 
 def _all_to_all(cluster: Cluster, space: Space, facts: _Facts) -> Array:
     """Return the least seconds per byte [N] of a rank's array that an all-to-all over data takes."""
-    groups = cluster.devices_per_host // space.tensor
-    flows = space.tensor * np.maximum(space.together - groups, 1) / (cluster.nics * cluster.fan_out)
-    alone = np.maximum(space.tensor / cluster.nics, 1.0)  # what ring_byte has, if the ranks do not fit into a host
+    groups = cluster.devices_per_host // space.seat
+    flows = space.seat * np.maximum(space.together - groups, 1) / (cluster.nics * cluster.fan_out)
+    alone = np.maximum(space.seat / cluster.nics, 1.0)  # what ring_byte has, if the ranks do not fit into a host
     return facts.ring_byte * np.where(space.together > groups, np.maximum(flows / alone, IN_TURN), 1.0) / space.together
 
 
@@ -358,7 +358,7 @@ def _kinds(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     hosts = np.array([cluster.kinds.count(kind) for kind in kinds])
     order = np.argsort(seconds, axis=0)  # [kinds, N], the quickest first
     unit = np.take_along_axis(np.array(seconds), order, 0)
-    groups = np.cumsum(hosts[order], axis=0) * (cluster.devices_per_host // space.tensor)
+    groups = np.cumsum(hosts[order], axis=0) * (cluster.devices_per_host // space.seat)
     alone = np.minimum(groups // space.data, space.pipe)  # stages that may lie on the quickest kinds alone
     stages = np.diff(alone, axis=0, prepend=0)
     least = np.full(len(space), np.inf)

@@ -37,7 +37,7 @@ _LAST = 4  # most times that the best plan is placed anew since another one beca
 
 def kind_of(c: Candidate) -> tuple:
     """Return the mesh and the schedule: candidates that share them share good placements."""
-    return c.data, c.pipe, c.tensor, c.schedule, c.chunks
+    return *c.sizes.values(), c.schedule, c.chunks
 
 
 class Refinement:

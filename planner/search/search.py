@@ -17,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import AXES, in_words
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
@@ -36,8 +37,8 @@ _FIRST, _TOGETHER = 64, 256
 # Candidates that are alike in some columns: how many of them are simulated to judge the others, and the factor by which
 # the others may be nearer to their bound.
 _ALIKE = (
-    (("data", "pipe", "tensor", "schedule", "chunks", "uneven_data", "micro_batch"), 3, 0.8),
-    (("data", "pipe", "tensor", "schedule", "chunks", "uneven_data"), 8, 0.7),
+    ((*AXES, "schedule", "chunks", "uneven_data", "micro_batch"), 3, 0.8),
+    ((*AXES, "schedule", "chunks", "uneven_data"), 8, 0.7),
 )
 _QUICKLY, _LEAST = 2, 8  # most plans that are placed quickly after these, and at the end
 
@@ -142,8 +143,8 @@ class Search:
         i = int(np.argmin(self.bytes))
         c = self.candidate(i, layers.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i])))
         raise UserError(
-            f"no configuration fits into {self.limit / 1e9:.1f} GB per device: the closest, data={c.data} "
-            f"pipe={c.pipe} tensor={c.tensor} micro_batch={c.micro_batch} {c.schedule} save={c.save}, needs "
+            f"no configuration fits into {self.limit / 1e9:.1f} GB per device: the closest, {in_words(c.sizes)} "
+            f"micro_batch={c.micro_batch} {c.schedule} save={c.save}, needs "
             f"{self.bytes[i] / 1e9:.1f} GB, {(self.bytes[i] - self.limit) / 1e9:.1f} GB too much; more devices, a "
             "smaller model or a shorter sequence would help"
         )

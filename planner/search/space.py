@@ -1,6 +1,7 @@
 """The candidates: every way to split a model over a cluster that the trainer accepts, as columns of numbers."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 
 from compress.policy import largest_rank
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig, OuterConfig
+from paxtrain.config.axes import PIPE, inside_axes
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FAMILY, ScheduleSpec, between_ends, code, name_of, names, spec_of
 from planner.cluster.cluster import Cluster
@@ -133,6 +135,11 @@ class Space:
         """Parts into which devices split the sequence that they keep and send."""
         return np.where(self.sequence_parallel, self.tensor, 1)
 
+    @property
+    def seat(self) -> Array:
+        """Devices that share a seat, see `Candidate.seat`."""
+        return functools.reduce(np.multiply, [getattr(self, name) for name in inside_axes()])
+
     def take(self, where: Array) -> "Space":
         """Return some of the candidates."""
         return Space(**{field.name: getattr(self, field.name)[where] for field in dataclasses.fields(self)})
@@ -253,7 +260,7 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
     values = {name: np.array(column) for name, column in zip(COLUMNS, zip(*rows))}
     return Space(
         **values,
-        slots=-(-model.layers // (values["pipe"] * values["chunks"])),
+        slots=-(-model.layers // (values[PIPE] * values["chunks"])),
         together=np.array([data // choices.apart(data) for data in values["data"].tolist()]),
     )
 

@@ -18,6 +18,7 @@ import numpy as np
 from paxtrain import files, tables
 from paxtrain.config import Config, MeshConfig, OuterConfig, PipelineConfig, from_dict, read_section
 from paxtrain.config import plan as plans
+from paxtrain.config.axes import in_words
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError, printable
 from paxtrain.process.progress import Progress
@@ -300,7 +301,7 @@ def describe(decision: Decision, machines: Machines) -> str:
     mesh, pipeline, batch, compress = plan.mesh, plan.pipeline, plan.batch, plan.compress
     how = "ZeRO-1" if mesh.zero1 else "replicated optimizer"
     how += ", sequence parallel" if mesh.sequence_parallel else ""
-    rows.append(("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}"))
+    rows.append(("mesh", f"{in_words(mesh.sizes)}, {how}"))
     if apart := plan.outer:
         of = f"{apart.groups} of {mesh.data // apart.groups} data ranks"
         rows.append(("groups", f"{of}, which exchange every {apart.every} steps"))

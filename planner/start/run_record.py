@@ -75,7 +75,7 @@ def _placement(plan: Plan, mesh: MeshConfig, per_host: int) -> str:
         UserError: tensor groups span hosts in another order.
     """
     order = np.array(plan.device_order or range(mesh.devices))
-    hosts = order.reshape(mesh.data, mesh.pipe, mesh.tensor).transpose(1, 0, 2) // per_host
+    hosts = order.reshape(mesh.data, mesh.pipe, -1).transpose(1, 0, 2) // per_host
     if (hosts.ravel() == np.arange(mesh.devices) // per_host).all():
         return ""
     if (hosts != hosts[..., :1]).any():

@@ -17,6 +17,7 @@ from compress.codecs import named
 from compress.lowrank import LowRank
 from compress.powersgd import PowerSGD
 from compress.reducer import Reducer, Scattered, Shard, mean
+from paxtrain.config.axes import DATA
 from paxtrain.devices.gpus import GPUS
 from paxtrain.profiling.ledger import gpus
 from paxtrain.xla import aot, costs
@@ -112,7 +113,7 @@ def over_data(reducer: Reducer, mesh: Mesh, shape: tuple[int, ...] = KERNEL) -> 
         mesh: mesh of GPUs along "data", see `gpus`.
         shape: shape of the kernel.
     """
-    shard = Shard("data", mesh.size, 0)
+    shard = Shard(DATA, mesh.size, 0)
     state = jax.eval_shape(lambda: reducer.init(shape, shard))
 
     def reduce(state: Any, gradient: jax.Array) -> Any:
@@ -127,7 +128,7 @@ def over_data(reducer: Reducer, mesh: Mesh, shape: tuple[int, ...] = KERNEL) -> 
 
 def mesh_of(kind: str, count: int) -> Mesh:
     """Return a mesh of GPUs of a kind, which need not be there, along "data"."""
-    return Mesh(np.array(gpus(kind, count)), ("data",))
+    return Mesh(np.array(gpus(kind, count)), (DATA,))
 
 
 def passes(kind: str = "h100") -> None:

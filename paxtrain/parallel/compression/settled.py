@@ -27,6 +27,7 @@ from compress.powersgd import PowerSGD
 from compress.reducer import Reducer, Shard, stored
 from paxtrain import tables
 from paxtrain.config import Config
+from paxtrain.config.axes import AXES, DATA, PIPE
 from paxtrain.config.options import LINKED
 from paxtrain.errors import UserError
 from paxtrain.parallel.compression.named import named_codec, named_reducer
@@ -159,7 +160,7 @@ class Compression:
     @functools.cached_property
     def links(self) -> Links:
         """Codecs of the messages between the stages, within a Recorder if the run records messages."""
-        codecs, axes = (self.backward_codec, self.forward_codec), ("data", "pipe", "tensor")
+        codecs, axes = (self.backward_codec, self.forward_codec), tuple(AXES)
         return Links(*(Recorder(codec, self.record, axes) if self.record else codec for codec in codecs))
 
     def gradients(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
@@ -207,7 +208,7 @@ class Compression:
     def shards(self) -> dict[LayerPath, Shard]:
         """Parts of the mean that each data rank keeps of the gradients of the layers' kernels, by path."""
         dims, ranks = self.layout.data_dims()["layers"], self.config.mesh.data
-        return {path: Shard("data", ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
+        return {path: Shard(DATA, ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
 
     @property
     def reduced(self) -> dict[LayerPath, tuple[tuple[int, ...], Shard]]:
@@ -266,7 +267,7 @@ class Compression:
     def init(self) -> CodecStates:
         """Return the first state of every codec of the mesh.
 
-        Arrays have leading dims [data, pipe, tensor], and then the shape of one device's state. "backward" and
+        Arrays have the axes of the mesh as leading dims, and then the shape of one device's state. "backward" and
         "forward" hold a codec's state per chunk. "data" holds the reducer's states of all kernels, see
         `compress.reducer.stored`, or () without compression over data. "embedding" is there if that has a codec.
         """
@@ -283,8 +284,8 @@ class Compression:
             }
 
         one = jax.vmap(stage)(jnp.arange(mesh.pipe))
-        every = (mesh.data, mesh.pipe, mesh.tensor)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x[None, :, None], (*every, *x.shape[1:])), one)
+        every, stages = tuple(mesh.sizes.values()), [slice(None) if axis == PIPE else None for axis in mesh.sizes]
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[tuple(stages)], (*every, *x.shape[1:])), one)
 
     def _init_link(self, codec: Codec, sender: jax.Array) -> Tree:
         """Return the first state of a link's codec, [chunks, *shape].
@@ -300,7 +301,7 @@ class Compression:
         """Return what a saved state depends on, as JSON values; if it differs, the compression starts afresh."""
         config, mesh = self.config, self.config.mesh
         return {
-            "mesh": [mesh.data, mesh.pipe, mesh.tensor],
+            "mesh": list(mesh.sizes.values()),
             "stage_layers": list(config.stage_layers),
             "virtual_stages": config.pipeline.virtual_stages,
             **({"folded": True} if config.stage_map.folded else {}),

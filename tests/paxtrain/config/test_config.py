@@ -224,11 +224,11 @@ def test_suggested_heads_fit(hidden, heads):
 @hypothesis.given(st.integers(1, 200), st.integers(1, 16), st.integers(1, 9))
 def test_suggested_batches_fit(global_batch, data, micro_batch):
     if global_batch % (data * micro_batch) == 0:
-        count = BatchConfig(global_batch, micro_batch).micro_batches(data)
+        count = max(BatchConfig(global_batch, micro_batch).rank_micro_batches(MeshConfig(data)))
         assert count * data * micro_batch == global_batch
         return
-    for change in advised(refusal(BatchConfig(global_batch, micro_batch).micro_batches, data)):
-        assert BatchConfig(change["batch.global_batch"], micro_batch).micro_batches(data) >= 1
+    for change in advised(refusal(BatchConfig(global_batch, micro_batch).rank_micro_batches, MeshConfig(data))):
+        assert max(BatchConfig(change["batch.global_batch"], micro_batch).rank_micro_batches(MeshConfig(data))) >= 1
 
 
 @few

@@ -4,15 +4,15 @@ import pytest
 
 from paxtrain.config import from_dict
 from paxtrain.config.load import load_config
-from paxtrain.config.shipped import find, folder, names
 from paxtrain.errors import UserError
+from paxtrain.files import find, shipped_folder, shipped_names
 
 
 def test_a_name_is_the_shipped_file_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load_config("gpt_8b") == load_config(str(folder() / "gpt_8b.py"))
+    assert load_config("gpt_8b") == load_config(str(shipped_folder() / "gpt_8b.py"))
     assert load_config("gpt_8b").model.layers == 72
-    assert find("h100_16x8", "clusters", ".json") == str(folder() / "clusters" / "h100_16x8.json")
+    assert find("h100_16x8", "clusters", ".json") == str(shipped_folder() / "clusters" / "h100_16x8.json")
 
 
 def test_a_file_comes_before_a_shipped_one_of_its_name(tmp_path, monkeypatch):
@@ -23,8 +23,8 @@ def test_a_file_comes_before_a_shipped_one_of_its_name(tmp_path, monkeypatch):
 
 
 def test_every_shipped_configuration_loads():
-    assert {"tiny", "gpt_8b", "llama_7b"} <= set(names("", ".py")) and "base" not in names("", ".py")
-    for name in names("", ".py"):
+    assert {"tiny", "gpt_8b", "llama_7b"} <= set(shipped_names("", ".py")) and "base" not in shipped_names("", ".py")
+    for name in shipped_names("", ".py"):
         load_config(name)
 
 

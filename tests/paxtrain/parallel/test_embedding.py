@@ -12,7 +12,7 @@ from paxtrain.errors import UserError
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression import checks
 from paxtrain.parallel.embedding import TableCodec
-from paxtrain.parallel.step import CODEC_SPEC
+from paxtrain.parallel.mesh import device_spec
 from paxtrain.study import probe
 from paxtrain.xla import hlo
 from planner.cost.coded import coded
@@ -42,7 +42,7 @@ def exchange(trained):
             found["token"], state = gradients.exchange_tied(c, found["token"], state)
         return jax.tree.map(lambda a: a[None, None, None], (found, state))
 
-    run = jax.jit(trained.shard_map(local, (CODEC_SPEC, CODEC_SPEC), (CODEC_SPEC, CODEC_SPEC)))
+    run = jax.jit(trained.shard_map(local, (device_spec(), device_spec()), (device_spec(), device_spec())))
     return run.lower(given(trained, 0), first(trained)).compile(FAST)
 
 

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from paxtrain.config import Config, from_dict
+from paxtrain.config.axes import TENSOR
 from paxtrain.config.options import LINKED, CodecOptions
 from paxtrain.model import parameters
 from paxtrain.parallel.compiler_options import GPU_OPTIONS
@@ -80,7 +81,7 @@ def layer_bytes(trained: Trainer) -> int:
     """Return the bytes of one layer's gradients on one device."""
     leaves = jax.tree_util.tree_leaves_with_path(trained.layout.shapes)
     layers = [(path, x) for path, x in leaves if path[0].key == "layers"]
-    parts = [1 if trained.layout.tensor_dim(path) is None else trained.config.mesh.tensor for path, _ in layers]
+    parts = [trained.config.mesh.tensor if TENSOR in trained.layout.axis_dims(path) else 1 for path, _ in layers]
     return sum(4 * math.prod(x.shape[1:]) // part for (_, x), part in zip(layers, parts, strict=True))
 
 

@@ -17,9 +17,9 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.profiling.breakdown import (
     LINKS,
+    OVER_TENSOR,
     PARTS,
     SCOPES,
-    TENSOR,
     Breakdown,
     attribute,
     axes,
@@ -217,7 +217,7 @@ def test_what_a_mesh_does_not_have_takes_no_time():
     found = profile.profile(settings, trainer(settings).mesh, steps=1)
     assert_adds_up(found)
     absent = {name for name, values in found.seconds.items() if not values.any()}
-    assert absent == {"pipeline", *TENSOR, "compression", "input"}
+    assert absent == {"pipeline", *OVER_TENSOR, "compression", "input"}
     seconds, _ = by_stage(found, trainer(settings).mesh)
     assert seconds["forward"] == pytest.approx([found.seconds["forward"].mean()])
 

@@ -37,7 +37,7 @@ class Case:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a data rank."""
-        return self.plan.batch.micro_batches(self.plan.mesh.data)
+        return max(self.plan.batch.rank_micro_batches(self.plan.mesh))
 
     @property
     def positions(self) -> list[tuple[int, int, int]]:

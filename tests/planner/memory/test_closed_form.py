@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, from_dict
 from paxtrain.outer.trainer import trainer_of
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import BATCH_SPEC, Trainer
+from paxtrain.parallel.mesh import batch_spec, make_mesh
+from paxtrain.parallel.step import Trainer
 from paxtrain.schedule import buffers
 from paxtrain.schedule.schedules import SPECS, build, code, names
 from planner.memory import closed_form
@@ -79,7 +79,7 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         rings.append(jax.tree.leaves(trainer.stage(params, tokens, key).residuals(1)))
         return jnp.float32(0)
 
-    mapped = trainer.shard_map(run, (trainer.layout.specs(), BATCH_SPEC), PartitionSpec())
+    mapped = trainer.shard_map(run, (trainer.layout.specs(), batch_spec()), PartitionSpec())
     jax.eval_shape(mapped, trainer.abstract_state().params, trainer.abstract_batch())
     exact = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in rings[0])
     shape = closed_form.of(c, CPU)

@@ -1,0 +1,60 @@
+"""The axes of the mesh: of each, what it splits, what is summed over it, and where its devices lie.
+
+`AXES` has them in the order of the mesh, the major one first. `MeshConfig` has the size of each in a field of the same
+name. What is about one axis names it by its constant, and all else loops over the records.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+DATA, PIPE, TENSOR = "data", "pipe", "tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisSpec:
+    """The facts of one axis.
+
+    Attributes:
+        most: its largest size.
+        dims: logical dims of parameters that it splits, see paxtrain/model/spec.py.
+        batch: whether its positions take different sequences of the batch.
+        sums: (MeshConfig, names of a parameter that the axis does not split) -> whether the parameter's gradients are
+            summed over the axis at the end of a step. Those over data are reduced before, see
+            paxtrain/parallel/reduction.py.
+        inside: whether its devices share a host, since every layer waits for their collectives. Placement seats the
+            devices of all such axes together, and may separate those of others.
+    """
+
+    most: int = 1024
+    dims: tuple[str, ...] = ()
+    batch: bool = False
+    sums: Callable[[Any, tuple[str, ...]], bool] = lambda mesh, names: False
+    inside: bool = False
+
+
+def _sums_over_tensor(mesh: Any, names: tuple[str, ...]) -> bool:
+    """Each device has the gradients of a part of the sequence, but those of the embedding are of all of it."""
+    return mesh.sequence_parallel and names[0] != "embedding"
+
+
+AXES = {
+    DATA: AxisSpec(most=2**16, batch=True),
+    PIPE: AxisSpec(dims=("layers", "tables")),
+    TENSOR: AxisSpec(dims=("heads", "kv_heads", "ffn", "vocab"), sums=_sums_over_tensor, inside=True),
+}
+
+
+def batch_axes() -> tuple[str, ...]:
+    """Return the axes over which the batch is split, in the order of the mesh."""
+    return tuple(name for name, axis in AXES.items() if axis.batch)
+
+
+def inside_axes() -> tuple[str, ...]:
+    """Return the axes whose devices share a host, in the order of the mesh."""
+    return tuple(name for name, axis in AXES.items() if axis.inside)
+
+
+def in_words(sizes: Mapping[str, int]) -> str:
+    """Return the sizes of the axes as tables have them: "data=2 pipe=4 tensor=1"."""
+    return " ".join(f"{name}={size}" for name, size in sizes.items())
