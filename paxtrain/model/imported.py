@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import get_args
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import AXES, TENSOR
 from paxtrain.config.checks import choice, require
 from paxtrain.errors import UserError
-from paxtrain.model.spec import SPLIT, Architecture, Init, Parameter, Role, sizes, vocabulary
+from paxtrain.model.spec import Architecture, Init, Parameter, Role, sizes, vocabulary
 
 
 @functools.cache
@@ -122,10 +123,11 @@ def _check_dims(p: Parameter, config: ModelConfig, of: str) -> None:
         f"{of} has the dim {', '.join(strange)}; known are {', '.join(known)}, numbers, and products such as "
         "heads*head",
     )
-    split = [(place, x) for some in factors for place, x in enumerate(some) if x in SPLIT]
+    dims = AXES[TENSOR].dims
+    split = [(place, x) for some in factors for place, x in enumerate(some) if x in dims]
     require(
         not any(place for place, _ in split),
-        f"{of} has the dims {p.dims!r}; tensor splits the first factor of a product, so {', '.join(SPLIT)} come first "
+        f"{of} has the dims {p.dims!r}; tensor splits the first factor of a product, so {', '.join(dims)} come first "
         "there, or a number is a dim by itself",
     )
     require(

@@ -44,7 +44,7 @@ class Parameter:
     Attributes:
         path: place in the tree of parameters, such as "layers/qkv/kernel".
         dims: a word for each dim, such as "layers embed 3 heads*head": a logical name, names with * between, a number.
-            Tensor splits the dim that begins with a name of SPLIT; no array has two.
+            Tensor splits the dim that begins with a name of its record (paxtrain/config/axes.py); no array has two.
         files: names in Hugging Face's files, with {} for the layer's number. Several arrays are stacked here, along the
             dim that is a number or "tables".
         role: "kernel" of a matrix product with every token, "norm", "bias", or "table" whose rows are looked up.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import TENSOR
 from paxtrain.errors import UserError
 from paxtrain.model import cross_entropy, imported, parameters
 from paxtrain.model import tensor_parallel as tp
@@ -128,7 +129,7 @@ def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> No
     """
     if not config.module:
         return
-    group = tp.Group("tensor", sequence_parallel) if tensor > 1 else tp.WHOLE
+    group = tp.Group(TENSOR, sequence_parallel) if tensor > 1 else tp.WHOLE
     config = dataclasses.replace(config, attention="xla")
 
     def given(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
@@ -150,7 +151,7 @@ def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> No
     rows = [p for p in parameters.table(config) if p.lead == "layers"]
     weights = {p.names[1:]: given(p.shape(config, tensor), config.dtype if p.cast else "float32") for p in rows}
     x = given((1, config.sequence // (tensor if sequence_parallel else 1), config.hidden), config.dtype)
-    jax.eval_shape(jax.vmap(one, axis_name="tensor"), parameters.tree(weights), x, given((), "int32"))
+    jax.eval_shape(jax.vmap(one, axis_name=TENSOR), parameters.tree(weights), x, given((), "int32"))
 
 
 def _scaled(x: jax.Array, config: ModelConfig) -> jax.Array:

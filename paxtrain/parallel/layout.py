@@ -132,13 +132,13 @@ class Layout:
         return {axis: split + 1 for axis, split in found.items() if split is not None}
 
     def _spec(self, path: tuple, shape: tuple[int, ...], data: bool) -> PartitionSpec:
-        spec: list[str | tuple[str, ...] | None] = [PIPE, *[None] * (len(shape) - 1)]
+        spec: list[tuple[str, ...]] = [(PIPE,), *[()] * (len(shape) - 1)]
         for axis, dim in self.axis_dims(path).items():
-            spec[dim] = axis
+            spec[dim] = (axis,)
         shard = self.data_dim(path, shape) if data else None
         if shard is not None:
-            spec[shard] = (spec[shard], DATA) if spec[shard] else DATA
-        return PartitionSpec(*spec)
+            spec[shard] += (DATA,)
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in spec))
 
     def data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
         """Return the dim of a parameter that ZeRO-1 splits over data, or None if it is replicated over data.

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import TENSOR
 from paxtrain.model import parameters, tensor_parallel, transformer
 from paxtrain.model.spec import Params
 
@@ -28,7 +29,7 @@ class LayerRun(NamedTuple):
     input: jax.Array
 
 
-_Layer: TypeAlias = Callable[..., LayerRun]
+_Pulled: TypeAlias = Callable[..., LayerRun]
 
 
 def random_params(config: ModelConfig) -> Params:
@@ -73,7 +74,7 @@ def layer_properties(config: ModelConfig, tensor: int) -> Iterator[tuple[str, Ca
         yield name, functools.partial(function, config, tensor, weights, x, g)
 
 
-def _pulled(config: ModelConfig, group: tensor_parallel.Group) -> _Layer:
+def _pulled(config: ModelConfig, group: tensor_parallel.Group) -> _Pulled:
     """Return (weights, x, g, starts) -> LayerRun of one device, with g the gradient of the output."""
 
     def run(weights: Params, x: jax.Array, g: jax.Array, starts: jax.Array | None = None) -> LayerRun:
@@ -87,7 +88,7 @@ def _pulled(config: ModelConfig, group: tensor_parallel.Group) -> _Layer:
 
 
 @functools.lru_cache(maxsize=8)
-def _whole(config: ModelConfig) -> _Layer:
+def _whole(config: ModelConfig) -> _Pulled:
     return jax.jit(_pulled(config, tensor_parallel.WHOLE))
 
 
@@ -153,7 +154,7 @@ def _split(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: j
     def tokens(x: jax.Array) -> jax.Array:
         return jnp.stack(jnp.split(x, tensor, axis=1)) if sequence else jnp.stack([x] * tensor)
 
-    run = jax.jit(jax.vmap(_pulled(config, tensor_parallel.Group("tensor", sequence)), axis_name="tensor"))
+    run = jax.jit(jax.vmap(_pulled(config, tensor_parallel.Group(TENSOR, sequence)), axis_name=TENSOR))
     by_path = jax.tree_util.tree_map_with_path
     found, right = run(by_path(parts, weights), tokens(x), tokens(g)), _whole(config)(weights, x, g)
     found = LayerRun(found.output, by_path(joined, found.weights), found.input)
