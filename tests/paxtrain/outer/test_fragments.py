@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import Mesh
 
 from paxtrain.config import from_dict
+from paxtrain.config.axes import AXES
 from paxtrain.outer.fragments import Fragments
 from paxtrain.outer.trainer import GROUP, GroupedTrainer
-from paxtrain.parallel.mesh import AXES
 
 MODEL = {"hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "vocab_multiple": 64, "dtype": "float32"}
 

@@ -288,7 +288,7 @@ def test_a_missing_sum_over_tensor_shows(monkeypatch):
 
 
 def test_a_missing_sum_over_the_parts_of_the_sequence_shows(monkeypatch):
-    monkeypatch.setattr(gradients, "sum_over_sequence", lambda layout, grads: grads)
+    monkeypatch.setattr(gradients, "sum_over_axes", lambda layout, grads: grads)
     found = errors(trainer(config((2, 1, 2), sequence=True)), reference(16, 0.0, LAYERS))
     wrong = {name for name, error in found.items() if not error <= TOLERANCE}
     arrays = {"['layers']['ln1']", "['layers']['ln2']", "['final_norm']"}

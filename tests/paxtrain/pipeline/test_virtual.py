@@ -12,9 +12,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from paxtrain.config import MeshConfig, from_dict
+from paxtrain.config.axes import AXES
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model import transformer
-from paxtrain.parallel.mesh import AXES, make_mesh
+from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.pipeline import collectives, virtual
 from paxtrain.pipeline.rings import only_if
@@ -103,8 +104,8 @@ def test_collectives(sizes):
                 ],
                 "index": (i + 1) * x,
             }
-        out["all"] = lax.psum(x, AXES)
-        out["gathered"] = collectives.gather(x, AXES), collectives.gather(constant, AXES)
+        out["all"] = lax.psum(x, tuple(AXES))
+        out["gathered"] = tuple(collectives.gather(part, tuple(AXES)) for part in (x, constant))
         return jax.tree.map(lambda v: v[None, None, None], out)
 
     everywhere = P("data", "pipe", "tensor")
