@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from compress.codec import Like, Tree
+from paxtrain.config.checks import require
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Params
 
@@ -48,7 +49,7 @@ class SplitVjp:
         kept: shapes and dtypes of the residuals that are not weights.
 
     Raises:
-        AssertionError: a copy of a weight would be kept.
+        UserError: a copy of a weight would be kept.
     """
 
     def __init__(self, function: Callable, weights: Params, x: jax.Array, *rest: Tree):
@@ -65,8 +66,13 @@ class SplitVjp:
         self._where = where
         self.kept = [leaf for leaf, w in zip(leaves, where) if w < 0]
         kernels = {w.shape for w in jax.tree.leaves(weights) if w.ndim >= 2}
-        floats = {leaf.shape for leaf in self.kept if jnp.issubdtype(leaf.dtype, jnp.floating)}
-        assert not kernels & floats, "a weight is kept as a residual"
+        copies = [x for x in self.kept if x.shape in kernels and jnp.issubdtype(x.dtype, jnp.floating)]
+        shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in copies)
+        require(
+            not copies,
+            f"the layer keeps {shown} for its backward, as large as a kernel and once for each "
+            "micro-batch; multiply with kernels as they are, or let pipeline.save=dots compute it again",
+        )
 
     def forward(self, weights: Params, x: jax.Array, *rest: Tree) -> tuple[jax.Array, list[jax.Array]]:
         """Run F of the function.

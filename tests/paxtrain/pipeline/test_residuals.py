@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from paxtrain.config import ModelConfig
+from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, WeightProducts, save_policy
@@ -125,3 +126,12 @@ def test_transposed_products_are_added_in_their_places(order):
     total = jnp.ones(gradient(x, g)[0].shape)
     values = dict(zip(closed.jaxpr.invars, (x, g), strict=True))
     np.testing.assert_allclose(products.add(0, values, total), total + gradient(x, g)[0], rtol=1e-6)
+
+
+def test_a_layer_that_keeps_a_copy_of_a_kernel_is_refused():
+    weights, x = {"kernel": jnp.ones((4, 4))}, jnp.ones((2, 4))
+    with pytest.raises(
+        UserError, match=r"the layer keeps float32\[4, 4\], float32\[4, 4\] for its backward, as large as a kernel"
+    ):
+        SplitVjp(lambda w, x: x @ jnp.sin(w["kernel"]), weights, x)
+    assert [leaf.shape for leaf in SplitVjp(lambda w, x: x @ w["kernel"], weights, x).kept] == [(2, 4)]
