@@ -69,14 +69,18 @@ def _digest(program: Any) -> str:
 
 
 def _parse(values: list) -> LayerProgram:
-    return LayerProgram(*map(_work, values[:3]), *(Bytes(*size) for size in values[3:]))
+    forward, backward, weights, *sizes = values
+    kept, left, moved = (Bytes(*size) for size in sizes)
+    return LayerProgram(_work(forward), _work(backward), _work(weights), kept, left, moved)
 
 
 def _work(values: list) -> Work:
-    *products, collectives, moved, unknown = values
+    products, attention, fused, collectives, moved, unknown = values
+    exchanged = (LayerCollective(kind, axis, Bytes(*size), count) for kind, axis, size, count in collectives)
     return Work(
-        *(tuple(MatrixProduct(*one) for one in some) for some in products),
-        tuple(LayerCollective(kind, axis, Bytes(*size), count) for kind, axis, size, count in collectives),
-        Bytes(*moved),
-        tuple(unknown),
+        _products(products), _products(attention), _products(fused), tuple(exchanged), Bytes(*moved), tuple(unknown)
     )
+
+
+def _products(values: list) -> tuple[MatrixProduct, ...]:
+    return tuple(MatrixProduct(*one) for one in values)

@@ -82,7 +82,8 @@ class Work(NamedTuple):
 
     def beyond(self, other: "Work") -> "Work":
         """Return what this work has besides another one, except what both move."""
-        return Work(*map(_beyond, self[:4], other[:4]), Bytes(0, 0), ())
+        more = {name: _beyond(getattr(self, name), getattr(other, name)) for name in Work._fields[:4]}
+        return self._replace(**more, moved=Bytes(0, 0), unknown=())
 
 
 def _beyond(some: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -118,7 +118,8 @@ def operations(equations: Iterable[Any], names: Names, turns: int = 1) -> Iterat
         reads, makes = look(equation.invars, names), look(equation.outvars, names)
         if name in ("scan", "while"):
             body = params["jaxpr" if name == "scan" else "body_jaxpr"].jaxpr
-            within, often = {}, turns * params.get("length", 1)
+            within: Names = {}
+            often = turns * params.get("length", 1)
             yield from operations(body.eqns, within, often)
             yield Operation(_END, None, often, look(body.outvars, within), ())
             name = _LOOP

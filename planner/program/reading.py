@@ -164,8 +164,8 @@ class _Reader:
                 size = self._bytes([x.aval for x in equation.invars])
                 exchanged[LayerCollective(traced.KINDS[name], TENSOR, size)] += turns
         passes = Traffic(program, self._batch, results)
-        counted = (_counted(some) for some in (products, batched, fused))
-        return Work(*counted, _counted(exchanged), self._moved(passes), passes.unknown)
+        moved, unknown = self._moved(passes), passes.unknown
+        return Work(_counted(products), _counted(batched), _counted(fused), _counted(exchanged), moved, unknown)
 
     def _attention(self, queries: Sequence[int], keys: Sequence[int]) -> tuple[MatrixProduct, MatrixProduct]:
         """Return the products that make scores [S, S] and contexts [S, D], of queries [B, S, N, D]."""
