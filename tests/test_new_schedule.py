@@ -34,6 +34,7 @@ MAY_NAME_SCHEDULES = (
     "paxtrain/schedule/schedules.py",
     "paxtrain/config/parallel.py",
     "paxtrain/profiling/ledger.py",
+    "paxtrain/testing/models.py",
     "planner/export/",
     "planner/memory/labels.py",
     "planner/search/baselines.py",

@@ -15,13 +15,19 @@ from jax.experimental import multihost_utils
 
 
 class Stop:
-    """A context manager that catches SIGTERM; with several processes jax catches it from the time they joined."""
+    """A context manager that catches SIGTERM; with several processes jax catches it from the time they joined.
+
+    A process by itself ends at the second one, whether or not there is a step left after which the loop asks.
+    """
 
     def __init__(self) -> None:
         self._caught, self._asked = False, 0
         self._before: Callable[[int, FrameType | None], Any] | int | None = None
 
     def _catch(self, *_: object) -> None:
+        if self._caught:
+            signal.signal(signal.SIGTERM, self._before)
+            signal.raise_signal(signal.SIGTERM)
         self._caught = True
 
     def now(self) -> bool:

@@ -25,7 +25,7 @@ def ids(mesh):
 
 def test_axes_and_row_major_order():
     mesh = make_mesh(MeshConfig(2, 2, 2))
-    assert mesh.axis_names == AXES == ("data", "pipe", "tensor")
+    assert mesh.axis_names == tuple(AXES) == ("data", "pipe", "tensor")
     assert mesh.axis_types == (AxisType.Auto,) * 3
     np.testing.assert_array_equal(ids(mesh), np.arange(8).reshape(2, 2, 2))
     assert make_mesh(MeshConfig(1, 4, 2)).devices.shape == (1, 4, 2)

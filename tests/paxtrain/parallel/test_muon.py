@@ -141,7 +141,7 @@ def test_muon_does_what_its_authors_wrote_and_all_else_is_adamws(rms):
 
     def check(path, x, other, start, *grads):
         if not is_matrix(settings.model, path):
-            np.testing.assert_array_equal(x, other)
+            np.testing.assert_allclose(x, other, rtol=1e-6, atol=1e-7)  # two programs round differently
             return
         each = zip(*(matrices(path, np.float64(value)) for value in (start, *grads)), strict=True)
         expected = joined([reference(theta, g, rms) for theta, *g in each], x.shape)

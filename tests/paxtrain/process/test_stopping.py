@@ -1,9 +1,11 @@
-"""SIGTERM to one of two processes stops both after the same step."""
+"""SIGTERM to one of two processes stops both after the same step; one by itself ends at the second."""
 
 import json
+import signal
 
 import pytest
 
+from paxtrain.process.stopping import Stop
 from tests.processes import run_processes
 
 STOPPING = """
@@ -41,3 +43,17 @@ def test_both_stop_after_the_same_step_soon_after_the_signal(tmp_path, when):
     first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
     assert first == second
     assert when < len(first) < when + 20 and first[-1] and not any(first[:-1])
+
+
+def test_a_second_signal_goes_to_the_former_handler():
+    seen = []
+    former = signal.signal(signal.SIGTERM, lambda *_: seen.append("former"))
+    try:
+        with Stop() as stop:
+            assert not stop.now()
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.now() and seen == []
+            signal.raise_signal(signal.SIGTERM)
+            assert seen == ["former"]
+    finally:
+        signal.signal(signal.SIGTERM, former)

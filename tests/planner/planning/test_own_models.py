@@ -19,13 +19,14 @@ from planner.search.search import Search
 from tests.planner.examples import cluster
 
 BLOCK = "tests.paxtrain.model.parallel_block:ParallelBlock"
-RECURRENCE = "tests.planner.planning.recurrence:Recurrence"
+RECURRENCE = "tests.paxtrain.model.recurrence:Recurrence"
+OTHERS = "tests.planner.planning.fourier:"
 SIZES = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 2, "intermediate": 1536, "sequence": 256}
 OPTIONS = planner.PlanOptions(memory_margin=True, top=1, placed=1, oracle="no", tensor=(1, 2), micro_batch=(1, 2))
 # Sizes [in, out] of the matrices that tensor splits.
 MATRICES = {
     BLOCK: [(512, 512), (512, 2 * 128), (512, 1536), (512, 512), (1536, 512)],
-    RECURRENCE: [(512, 2 * 1536), (1536, 512)],
+    RECURRENCE: [(512, 3 * 1536), (1536, 512)],
 }
 MODULES = sorted(MATRICES)
 
@@ -82,7 +83,7 @@ def test_passes_are_those_of_its_kernels():
 
 
 def test_a_primitive_that_is_not_known_is_named_and_its_bytes_count():
-    model = config(RECURRENCE.replace("Recurrence", "Fourier")).model
+    model = config(OTHERS + "Fourier").model
     assert compute.unread(model) == "; not known are fft, which count as reading and writing their arrays"
     assert not any(compute.unread(config(module).model) for module in MODULES)
     # It reads and writes complex numbers. Other passes: to complex, the real part, the sum; keep, new and the product,
@@ -111,12 +112,12 @@ def test_memory_is_that_of_its_program_and_table(module):
     values = to_dict(config(module)) | {"mesh": {"pipe": 2}, "batch": {"global_batch": 8, "micro_batch": 2}}
     shape = closed_form.of(from_dict(values | {"pipeline": {"schedule": "1f1b", "save": "dots"}}))
     found = closed_form.analytic(shape)
-    norms, held = 512, sum(math.prod(sizes) for sizes in MATRICES[module])
-    layers, rest = 2 * (held + norms), 1024 * 512 + norms
+    vectors, held = 512 + 3 * 1536 * (module == RECURRENCE), sum(math.prod(sizes) for sizes in MATRICES[module])
+    layers, rest = 2 * (held + vectors), 1024 * 512 + 512
     assert found.gradients == 4 * (layers + rest)
     # F leaves the layer's input and, by name, what "dots" saves; flash attention its sums, besides.
     tokens = 2 * 256
-    saved = {BLOCK: 512 + 256 + 1536 + 2 * 512, RECURRENCE: 2 * 1536}[module]
+    saved = {BLOCK: 512 + 256 + 1536 + 2 * 512, RECURRENCE: 3 * 1536}[module]
     sums = 4 * tokens * 8 * (module == BLOCK)
     assert closed_form.kept(shape)["dots"] == pytest.approx(2 * tokens * (512 + saved) + sums, rel=0.002)
 
@@ -139,7 +140,7 @@ def test_a_layer_that_cannot_be_traced_is_named_before_anything_is_searched(monk
     monkeypatch.setattr(Search, "run", lambda *_, **__: pytest.fail("searched"))
     words = r"model.module=.*Broken: tracing its layer for tensor=. raises KeyError: 'nowhere'"
     with pytest.raises(paxtrain.UserError, match=words):
-        planner.plan(config(RECURRENCE.replace(":Recurrence", ":Broken")), cluster(2, 4), OPTIONS)
+        planner.plan(config(OTHERS + "Broken"), cluster(2, 4), OPTIONS)
 
 
 def test_a_profile_of_an_architecture_counts_for_no_other():
