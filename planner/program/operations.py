@@ -22,7 +22,7 @@ ELEMENTWISE = _named(
 )
 COSTLY = _named("cos div erf exp exp2 expm1 log log1p logistic pow rsqrt sin sqrt tan tanh")  # not computed twice
 REDUCTIONS = _named("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
-PARTS = _named("concatenate dynamic_slice gather pad rev slice split stack")  # they read no more than they make
+PARTS = _named("concatenate dynamic_slice gather pad rev slice split stack unstack")  # they read no more than they make
 VIEWS = _named(
     """bitcast_convert_type expand_dims name optimization_barrier pcast pvary random_unwrap random_wrap reduce_precision
     reshape sharding_constraint squeeze stop_gradient transpose"""
