@@ -48,7 +48,11 @@ def read(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) ->
     found: list[LayerProgram] = []
 
     def device(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> jax.Array:
-        found.append(_Reader(batch).layer(model, tensor, sequence_parallel, save, (weights, x, index, random, starts)))
+        found.append(
+            _Reader(batch, bool(model.module)).layer(
+                model, tensor, sequence_parallel, save, (weights, x, index, random, starts)
+            )
+        )
         return x
 
     mesh = AbstractMesh((tensor,), (TENSOR,), axis_types=(AxisType.Auto,))
@@ -74,10 +78,13 @@ def _array(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 class _Reader:
-    """Reads traces with `batch` sequences, a prime number."""
+    """Reads traces with `batch` sequences, a prime number, and their passes if they count.
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
+    The passes of the families are counted by hand (planner/cost/compute.py), since constants are fitted with them.
+    """
+
+    def __init__(self, batch: int, passes: bool) -> None:
+        self._batch, self._passes = batch, passes
 
     def layer(
         self, model: ModelConfig, tensor: int, sequence_parallel: bool, save: str, arguments: tuple
@@ -115,13 +122,22 @@ class _Reader:
             self._work(last),
             self._bytes(vjp.kept),
             self._bytes(split.leaves[len(vjp.kept) :]),
-            self._moved(Traffic(joined, self._batch)),
+            self._moved(joined)[0],
         )
 
-    def _moved(self, passes: Traffic) -> Bytes:
-        """Return the bytes that passes move."""
+    def _moved(self, program: Sequence[Operation], results: Iterable[Value] = ()) -> tuple[Bytes, tuple[str, ...]]:
+        """Return the bytes that passes move, and the names of unknown primitives.
+
+        Args:
+            program: the operations.
+            results: results besides those that no operation reads.
+        """
+        if not self._passes:
+            return Bytes(0, 0), ()
+        passes = Traffic(program, self._batch, results)
         found = [(self._bytes([array]), times) for array, times in passes.moved]
-        return Bytes(sum(size.fixed * times for size, times in found), sum(size.each * times for size, times in found))
+        moved = Bytes(sum(size.fixed * times for size, times in found), sum(size.each * times for size, times in found))
+        return moved, passes.unknown
 
     def _bytes(self, arrays: Iterable[Any]) -> Bytes:
         """Return the bytes of arrays."""
@@ -163,8 +179,7 @@ class _Reader:
             elif name in traced.KINDS:
                 size = self._bytes([x.aval for x in equation.invars])
                 exchanged[LayerCollective(traced.KINDS[name], TENSOR, size)] += turns
-        passes = Traffic(program, self._batch, results)
-        moved, unknown = self._moved(passes), passes.unknown
+        moved, unknown = self._moved(program, results)
         return Work(_counted(products), _counted(batched), _counted(fused), _counted(exchanged), moved, unknown)
 
     def _attention(self, queries: Sequence[int], keys: Sequence[int]) -> tuple[MatrixProduct, MatrixProduct]:
