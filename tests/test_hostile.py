@@ -73,7 +73,7 @@ except AssertionError as error:
 """
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_faults_are_found(tmp_path):
     """The control: each fault of a main is told, and generated cases find one and reduce it to what shows it."""
     (tmp_path / "faulty.py").write_text(FAULTY)
@@ -87,6 +87,7 @@ def test_faults_are_found(tmp_path):
     assert "made=faulty with workers='4294967296'," in example
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "compiles"),
     [

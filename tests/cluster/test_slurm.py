@@ -207,6 +207,7 @@ def test_it_measures_its_nodes_plans_and_trains(lab):
     assert set(plans.load(lab.out / "plan.json").hosts) == set(lab.cluster.names)
 
 
+@pytest.mark.slow
 def test_stopped_by_sigterm_it_saves_and_a_requeue_goes_on(lab):
     lab.wait_for_step(EVERY + 5)
     lab.slurm.ask("scancel", "--signal=TERM", str(lab.job))

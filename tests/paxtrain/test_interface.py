@@ -152,7 +152,7 @@ def test_joined_processes_share_the_mesh(home, trained, tmp_path):
         np.testing.assert_allclose(losses, trained[1].losses, rtol=1e-5)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_train_takes_what_has_a_plan(home, tmp_path, capfd):
     """A plan, or an object with a plan, overrides the mesh; a second call finds all steps done."""
     config = configuration(home, tmp_path / "run", **SHORT)

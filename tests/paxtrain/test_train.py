@@ -255,7 +255,11 @@ def unfinished(directory):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    "damage, message", [(cut_off, "is damaged .* and not used"), (unfinished, "was never finished")]
+    "damage, message",
+    [
+        (cut_off, "is damaged .* and not used"),
+        pytest.param(unfinished, "was never finished", marks=pytest.mark.slow),
+    ],
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(home, reference, tmp_path, capsys, damage, message):
     out = shutil.copytree(reference, tmp_path / "out")

@@ -119,6 +119,7 @@ def test_a_state_that_is_not_continued_is_logged(home, reference, tmp_path, caps
     assert losses(out)[STEPS] == pytest.approx(losses(reference[0])[STEPS], rel=0.05)
 
 
+@pytest.mark.slow
 def test_turning_compression_on_later_is_logged(home, tmp_path, capsys):
     finished(home, tmp_path / "run", run__steps=4, **NOTHING)
     finished(home, tmp_path / "run", run__steps=6)
@@ -134,6 +135,7 @@ def test_a_state_of_other_shapes_is_refused(home, reference, tmp_path):
     assert len(losses(out)) == STEPS  # no step was lost
 
 
+@pytest.mark.slow
 def test_a_made_up_codec_trains_and_continues_bit_for_bit(home, tmp_path, capsys):
     """On three stages, with nothing said of ranks; another codec's state of the same shapes is refused."""
     changes = {"mesh__pipe": 3, "model__layers": 3, **NOTHING}
@@ -153,6 +155,7 @@ def test_a_made_up_codec_trains_and_continues_bit_for_bit(home, tmp_path, capsys
         finished(home, tmp_path / "run", run__steps=9, **changes | {"compress__backward_messages": "all"})
 
 
+@pytest.mark.slow
 def test_codecs_without_a_state_may_change_and_a_line_says_so(home, tmp_path, capsys):
     forgetful = {"feedback": False}
     changes = {
@@ -205,10 +208,21 @@ def test_other_link_ranks_are_refused_though_the_shapes_are_equal():
         compression("2,4,4").why_reset(meta, kinds, kinds, "checkpoint 1")
 
 
-def compression(ranks: str) -> Compression:
-    return Compression(
-        Layout(from_dict({"mesh": {"pipe": 4}, "compress": {"backward": {"messages": "all", "ranks": ranks}}}))
-    )
+def test_other_codecs_are_refused_though_the_shapes_are_equal_and_said_if_they_have_no_state():
+    one, other = (compression(codec="int8", options={"block": block}) for block in (64, 32))
+    meta = {"identity": one.identity(), "link_ranks": one.link_settings()}
+    kinds = {"codec/backward/error": "float32[4]"}
+    assert one.why_reset(meta, kinds, kinds, "checkpoint 1") == one.changed(meta) == ""
+    with pytest.raises(UserError, match=r"codec is Quantised.*, block=64.* there and Quant.*block=32.* here"):
+        other.why_reset(meta, kinds, kinds, "checkpoint 1")
+    assert other.why_reset(meta, {}, {}, "checkpoint 1") == ""
+    assert "codecs have changed since the checkpoint, and keep no state: codec is Quant" in other.changed(meta)
+    assert "compression starts afresh: checkpoint 1" in one.why_reset(meta, {}, kinds, "checkpoint 1")
+
+
+def compression(ranks: str = "", **backward) -> Compression:
+    values = {"messages": "all", **({"ranks": ranks} if ranks else {}), **backward}
+    return Compression(Layout(from_dict({"mesh": {"pipe": 4}, "compress": {"backward": values}})))
 
 
 def test_ranks_start_anew_with_a_line_where_their_rule_changes(home, reference, tmp_path, capsys):

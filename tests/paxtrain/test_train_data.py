@@ -180,7 +180,7 @@ def test_continuing_is_exact_to_the_bit(home, reference, past):
     assert jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), *states))
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_continuing_on_another_mesh_reads_the_same_samples(home, reference, past):
     run = started(configuration(home, past, mesh={"data": 1, "pipe": 2, "tensor": 2}))
     run.train()

@@ -122,11 +122,16 @@ def test_the_tables_say_what_travels_when(streaming):
     assert "a step from a device on average" in said and "4 exchanges, " in said
 
 
-def test_an_exchange_in_flight_arrives_on_another_mesh_and_by_its_own_timetable(home, streaming, tmp_path, capsys):
+def test_an_exchange_in_flight_is_not_taken_by_another_timetable(home, streaming, tmp_path):
     out = past(streaming[0], tmp_path / "run", 4)
     for change in ({"outer__every": 4, "outer__overlap": 1}, {"outer__overlap": 0}, {"outer__fragments": 1}):
         with pytest.raises(UserError, match=r"has an exchange of groups in flight .* continue with \d"):
             finished(home, out, **STREAMING | change)
+
+
+@pytest.mark.slow
+def test_an_exchange_in_flight_arrives_on_another_mesh(home, streaming, tmp_path, capsys):
+    out = past(streaming[0], tmp_path / "run", 4)
     finished(home, out, **STREAMING, mesh__data=4, mesh__pipe=2)
     assert "compression starts afresh" in capsys.readouterr().out
     assert losses(out)[5] == pytest.approx(losses(streaming[0])[5], rel=1e-5)

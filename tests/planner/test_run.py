@@ -162,7 +162,7 @@ def given_plan(path: pathlib.Path, *hosts: str) -> None:
     plans.save(plan, path)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_nodes_in_another_order_give_the_same_placement(settings, tmp_path):
     given_plan(tmp_path / "plan.json", "a", "b", "c")
     # A plan that fits is taken, even if the planner could not make one and was asked to where none fits.

@@ -201,6 +201,7 @@ def test_differences_go_through_a_codec(codec):
         assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(jax.device_get(state.codec["outer"])))
 
 
+@pytest.mark.slow
 def test_the_virtual_mesh_agrees():
     # Neither int8 nor Adam, which make a difference of the last bit a large one now and then.
     c = config(optimizer=SGD, compress={"outer_codec": "identity", "min_ratio": 0.0})

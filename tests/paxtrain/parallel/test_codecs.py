@@ -127,6 +127,7 @@ def test_the_virtual_mesh_uses_no_message_that_is_not_sent():
     assert_close(jax.device_get(emulated.layout.to_canonical(grads)), right)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
     trained = trainer(config((2, 2, 1), 1, **ALL))
     good, tokens = trained.from_params(canonical()), batch(trained)
@@ -217,6 +218,7 @@ GROUPS = {"data_codec": "int8", "data_options": {"block": 32}, "data_inside": 2}
 EXACT = {"data_codec": "identity", "data_inside": 2, "min_ratio": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "schedule", "chunks", "zero1"),
     [

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.once
 @pytest.mark.parametrize(
     "c",
     [
-        config((1, 3, 1), 2, layers=3, error="explicit", **FULL),
+        pytest.param(config((1, 3, 1), 2, layers=3, error="explicit", **FULL), marks=pytest.mark.slow),
         pytest.param(config((1, 3, 1), 2, layers=3, schedule="1f1b", error="explicit", **FULL), marks=pytest.mark.slow),
         config((1, 2, 2), 2, sequence=True, forward_messages="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
         pytest.param(config(forward_messages="all", forward_rank=32, form="qr", **FULL), marks=pytest.mark.slow),
@@ -376,6 +376,7 @@ def topk(**changes) -> Trainer:
     return dataclasses.replace(trainer(config(**changes)), codec=TopK(64))
 
 
+@pytest.mark.slow
 def test_a_given_codec_sends_its_bytes_and_nothing_else():
     """Without compress.backward the codec encodes all gradients; with "epilogue" it encodes those."""
     message = 64 * (4 + 4)

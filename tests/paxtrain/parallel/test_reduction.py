@@ -81,7 +81,7 @@ def test_gradients_in_bfloat16_are_within_its_precision_on_all_stages(zero1):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("zero1", "schedule"), [(True, "eager_1f1b"), pytest.param(False, "zb_h1", marks=pytest.mark.once)]
+    ("zero1", "schedule"), [(True, "eager_1f1b"), pytest.param(False, "zb_h1", marks=pytest.mark.slow)]
 )
 def test_reducing_behind_the_rows_gives_the_same_gradients(monkeypatch, zero1, schedule):
     monkeypatch.setattr(DataReduction, "closes", lambda self, stages: False)

@@ -53,7 +53,7 @@ def plain_steps(config, params, batches):
         {"model__embedding_dropout": 0.0, "pipeline__scan_layers": "off"},
         pytest.param(
             {"mesh__zero1": False, "mesh__pipe": 4, "mesh__tensor": 1, "model__residual_dropout": 0.1},
-            marks=pytest.mark.once,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"optimizer__name": "muon", "model__embedding_dropout": 0.0, "pipeline__schedule": "1f1b"},

@@ -58,9 +58,9 @@ def exact_gradients(closed, arguments):
 @pytest.mark.parametrize(
     ("family", "save"),
     [
-        ("llama", "layer_inputs"),
+        ("gpt2", "residuals"),
+        pytest.param("llama", "layer_inputs", marks=pytest.mark.slow),
         pytest.param("gpt2", "dots", marks=pytest.mark.slow),
-        pytest.param("gpt2", "residuals", marks=pytest.mark.once),
         pytest.param("gpt2", "layer_inputs", marks=pytest.mark.slow),
         pytest.param("llama", "dots", marks=pytest.mark.slow),
         pytest.param("llama", "residuals", marks=pytest.mark.slow),

@@ -167,7 +167,7 @@ def test_table_and_picture(profiled):
         assert (np.abs(pixels - color).max(-1) < 0.01).sum() > 50, name
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_profiled_later_but_not_before(home, profiled, monkeypatch, caplog):
     """The run trains as one without a profile does, which starts no profiler."""
     with pytest.raises(

@@ -46,7 +46,7 @@ def test_bytes_are_those_that_formulas_say(fused):
         assert abs(found[kind] - size) < 1500, (kind, found[kind], size)  # losses and norms: scalars
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_the_compiled_step_sends_what_its_trace_asks_for():
     """Except losses and norms, a few numbers that XLA may send once where the trace asks twice."""
     compress = {"backward_messages": "epilogue", "embedding_sync": "fused", "data_stages": "all", "data_start": 0.0}

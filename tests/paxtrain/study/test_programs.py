@@ -58,7 +58,7 @@ def test_variants_that_begin_alike_share_their_dense_step():
     assert programs.at_ranks(groups["cb_fe_sc"], (0, 0)) == programs.at_ranks(groups["cb_fe"], (0, 0))
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_shared_dense_step_is_that_of_the_run_and_leaves_its_state_over_data():
     """It is compared with the step of the run itself, whose program carries the state through."""
     trainer = trainers(configuration())["cb_fe_sc"]

@@ -275,7 +275,7 @@ print(json.dumps([[device.id for device in optimizer.devices] for optimizer in m
 """
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_each_process_times_the_optimizer_on_its_own_devices():
     """A host has two processes, as with one process per device."""
     outputs = run_processes(OPTIMIZERS, json.dumps(MODEL | {"heads": 4, "layers": 1}), devices=2)

@@ -156,7 +156,7 @@ def test_a_plan_for_other_groups_is_refused(found, changes, words):
         )
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_the_trainer_trains_with_the_plan(tmp_path):
     """The plan of a model of two layers, for eight virtual devices, trains two rounds; the mesh is soon compiled."""
     home = corpus(tmp_path)

@@ -91,7 +91,7 @@ def test_one_site_has_nothing_between_sites():
     assert all(sizes[2] == 0 for sizes in traffic.traffic(made_report()).values())
 
 
-@pytest.mark.parametrize("pxn", [True, pytest.param(False, marks=pytest.mark.once)])
+@pytest.mark.parametrize("pxn", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_leaves_by_each_nic_is_counted(pxn):
     some = cluster(4, 4, nics=2, rails={"pxn": pxn})
     report = made_report(micro_batches=8, schedule="1f1b", pipe=4, tensor=2, cluster=some)
@@ -160,11 +160,20 @@ CODED = {
     [
         (LOW_RANK, {"data": 2, "pipe": 4}, 0.7),
         (CODED, {"data": 2, "pipe": 4, "zero1": True}, 0.6),
-        (LOW_RANK | {"data_inside": 2}, {"data": 4, "pipe": 2}, 0.8),
         # A kernel of 64 x 64 would not shrink enough, and those of other shapes do.
-        ({"data_stages": "all", "data_rank": 4, "min_ratio": 10.0}, {"data": 2, "pipe": 4}, 0.8),
         ({"data_stages": "all", "data_rank": 4, "data_inside": 2, "min_ratio": 6.0}, {"data": 4, "pipe": 2}, 0.9),
-        ({"data_codec": "int4", "data_options": {"block": 1000}, "min_ratio": 7.0}, {"data": 2, "pipe": 4}, 0.9),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (LOW_RANK | {"data_inside": 2}, {"data": 4, "pipe": 2}, 0.8),
+                ({"data_stages": "all", "data_rank": 4, "min_ratio": 10.0}, {"data": 2, "pipe": 4}, 0.8),
+                (
+                    {"data_codec": "int4", "data_options": {"block": 1000}, "min_ratio": 7.0},
+                    {"data": 2, "pipe": 4},
+                    0.9,
+                ),
+            ]
+        ),
     ],
 )
 def test_compressed_bytes_are_those_that_the_trainers_step_asks_for(compress, mesh, fewer):

@@ -19,12 +19,12 @@ NARROWED = 0.005  # by which a narrowed search may find a better plan
 EACH_KIND = range(4, 9)  # one of each kind of cluster
 
 
-@pytest.mark.parametrize("seed", [*EACH_KIND[:2], *(pytest.param(x, marks=pytest.mark.once) for x in EACH_KIND[2:])])
+@pytest.mark.parametrize("seed", [*EACH_KIND[:1], *(pytest.param(x, marks=pytest.mark.once) for x in EACH_KIND[1:])])
 def test_no_plan_is_better(seed):
     assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
 
 
-@pytest.mark.parametrize("seed", (1, pytest.param(4, marks=pytest.mark.once)))
+@pytest.mark.parametrize("seed", (1, pytest.param(4, marks=pytest.mark.slow)))
 def test_no_plan_is_better_where_hosts_share_uplinks(seed):
     assert -1e-6 < brute_force.regret(brute_force.behind_trunks(brute_force.instance(seed), seed)) <= MOST
 
@@ -77,7 +77,7 @@ def better_by_narrowing(seed: int) -> float:
 QUICKEST = (7, 9)  # of the first twelve, whose other instances take several times as long
 
 
-@pytest.mark.parametrize("seed", (QUICKEST[0], pytest.param(QUICKEST[1], marks=pytest.mark.once)))
+@pytest.mark.parametrize("seed", (QUICKEST[0], pytest.param(QUICKEST[1], marks=pytest.mark.slow)))
 def test_a_flag_that_narrows_the_space_gives_no_better_plan(seed):
     assert better_by_narrowing(seed) <= NARROWED
 
