@@ -47,21 +47,28 @@ def values(mesh, zero1=True, optimizer=None, **compress):
     }
 
 
+EVERYTHING = {
+    "backward_messages": "all",
+    "backward_rank": 2,
+    "data_stages": "all",
+    "data_rank": 2,
+    "data_rank_min": 2,
+}
+
+
 @pytest.mark.once
-def test_no_program_of_several_processes_has_a_reduce_scatter():
-    everything = {
-        "backward_messages": "all",
-        "backward_rank": 2,
-        "data_stages": "all",
-        "data_rank": 2,
-        "data_rank_min": 2,
-    }
-    configurations = [
-        values((2, 2, 2)),
-        values((4, 2, 1), zero1=False, **everything),
-        values((4, 1, 2), optimizer={"name": "muon"}),
-        values((4, 2, 1), data_codec="int8", data_inside=2),
-    ]
+@pytest.mark.parametrize(
+    "configurations",
+    [
+        [values((2, 2, 2)), values((4, 2, 1), zero1=False, **EVERYTHING)],
+        pytest.param(
+            [values((4, 1, 2), optimizer={"name": "muon"}), values((4, 2, 1), data_codec="int8", data_inside=2)],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["sequence parallel and low rank", "muon and groups of ranks"],
+)
+def test_no_program_of_several_processes_has_a_reduce_scatter(configurations):
     for output in run_processes(KINDS, json.dumps(configurations)):
         *programs, control = json.loads(output.splitlines()[-1])
         assert len(programs) == len(configurations) / 2

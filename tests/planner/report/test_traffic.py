@@ -154,6 +154,13 @@ CODED = {
 }
 
 
+FURTHER = [
+    (LOW_RANK | {"data_inside": 2}, {"data": 4, "pipe": 2}, 0.8),
+    ({"data_stages": "all", "data_rank": 4, "min_ratio": 10.0}, {"data": 2, "pipe": 4}, 0.8),
+    ({"data_codec": "int4", "data_options": {"block": 1000}, "min_ratio": 7.0}, {"data": 2, "pipe": 4}, 0.9),
+]
+
+
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("compress", "mesh", "fewer"),
@@ -162,18 +169,7 @@ CODED = {
         (CODED, {"data": 2, "pipe": 4, "zero1": True}, 0.6),
         # A kernel of 64 x 64 would not shrink enough, and those of other shapes do.
         ({"data_stages": "all", "data_rank": 4, "data_inside": 2, "min_ratio": 6.0}, {"data": 4, "pipe": 2}, 0.9),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (LOW_RANK | {"data_inside": 2}, {"data": 4, "pipe": 2}, 0.8),
-                ({"data_stages": "all", "data_rank": 4, "min_ratio": 10.0}, {"data": 2, "pipe": 4}, 0.8),
-                (
-                    {"data_codec": "int4", "data_options": {"block": 1000}, "min_ratio": 7.0},
-                    {"data": 2, "pipe": 4},
-                    0.9,
-                ),
-            ]
-        ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER),
     ],
 )
 def test_compressed_bytes_are_those_that_the_trainers_step_asks_for(compress, mesh, fewer):
