@@ -5,8 +5,10 @@ A script with inline metadata (PEP 723) brings its own environment and stays out
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import sys
+import types
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -57,7 +59,7 @@ def _is_main(tree: ast.Module) -> bool:
     return any(isinstance(node, ast.If) and "__name__ == '__main__'" in ast.unparse(node.test) for node in tree.body)
 
 
-def read(root: pathlib.Path = ROOT) -> dict[str, Source]:
+def read(root: pathlib.Path) -> dict[str, Source]:
     """Return every Python file of the packages and the tests, by its path from the root.
 
     Raises:
@@ -80,3 +82,9 @@ def read(root: pathlib.Path = ROOT) -> dict[str, Source]:
                 distributions.add(DISTRIBUTIONS.get(top, top).lower().replace("_", "-"))
         found[path] = Source(_is_main(tree), frozenset(imports - {path}), frozenset(distributions))
     return found
+
+
+@functools.cache
+def project() -> types.MappingProxyType[str, Source]:
+    """Return what `read` finds in this project, once in a process."""
+    return types.MappingProxyType(read(ROOT))

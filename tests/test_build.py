@@ -64,7 +64,7 @@ def _matches(path, pattern):
 
 def complaints(root, text=None):
     """Return the differences between BUILD and the files under root, as sentences."""
-    built, read = targets(root, text), sources.read(root)
+    built, read = targets(root, text), sources.project() if root == ROOT else sources.read(root)
     of_rule = {
         kind: {name: target for name, target in built.items() if target["rule"] == kind}
         for kind in ("py_library", "py_binary")
@@ -181,7 +181,7 @@ def test_unclear_imports_are_refused(miniature, line):
 
 
 def test_imports_have_no_circles(miniature):
-    assert not circles(sources.read())
+    assert not circles(sources.project())
     (miniature / "compress/codec.py").write_text("def f():\n    import paxtrain.model")
     assert set(circles(sources.read(miniature))) == {"compress/codec.py", "paxtrain/model.py"}
 
@@ -201,7 +201,7 @@ def test_requirements_have_lower_and_upper_bounds():
 def test_requirements_are_what_is_imported():
     run, dev = set(requirements("requirements.txt")), set(requirements("requirements-dev.txt"))
     by_product, by_tests = set(), set()
-    for path, source in sources.read().items():
+    for path, source in sources.project().items():
         (by_tests if path.startswith("tests/") else by_product).update(source.distributions)
     assert by_product == run
     assert by_tests <= run | dev

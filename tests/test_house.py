@@ -33,7 +33,7 @@ def trespasses(found):
 
 
 def test_rooms_import_what_the_table_allows():
-    found = sources.read()
+    found = dict(sources.project())
     assert trespasses(found) == []
     wrong = found["paxtrain/model/transformer.py"]
     imports = wrong.imports | {"paxtrain/parallel/step.py"}
@@ -42,12 +42,12 @@ def test_rooms_import_what_the_table_allows():
 
 
 def test_the_table_allows_no_more():
-    pairs = {(room(a), room(b)) for a, b in between_rooms(sources.read())}
+    pairs = {(room(a), room(b)) for a, b in between_rooms(sources.project())}
     assert {(name, other) for name, others in MAY_IMPORT.items() for other in others} == pairs
 
 
 def test_every_room_is_in_the_table_and_small():
-    files = [path for path in sources.read() if path.startswith(PRODUCT) and not path.endswith("__init__.py")]
+    files = [path for path in sources.project() if path.startswith(PRODUCT) and not path.endswith("__init__.py")]
     assert {room(path) for path in files} == set(MAY_IMPORT)
     folders = collections.Counter(path.rpartition("/")[0] for path in files)  # a room may have folders inside
     assert {name: count for name, count in folders.items() if count > MOST_MODULES} == {}
@@ -77,7 +77,7 @@ def many_meanings(trees):
 
 
 def test_a_name_of_a_type_has_one_meaning():
-    paths = [path for path in sources.read() if path.startswith(PRODUCT)]
+    paths = [path for path in sources.project() if path.startswith(PRODUCT)]
     assert len(paths) > 100
     assert many_meanings({path: ast.parse((ROOT / path).read_text()) for path in paths}) == {}
 
@@ -102,7 +102,7 @@ def test_the_design_page_lists_every_room():
 
 
 def test_every_room_says_what_lives_there():
-    inside = {path.rpartition("/")[0] for path in sources.read() if path.startswith(PRODUCT)}
+    inside = {path.rpartition("/")[0] for path in sources.project() if path.startswith(PRODUCT)}
     for name in MAY_IMPORT.keys() | inside:
         docstring = ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text()))
         assert docstring, name
@@ -161,7 +161,7 @@ MAY_NAME_AXES = ("paxtrain/config/axes.py", "experiments/published/runs.py", "ex
 
 def test_an_axis_is_named_by_its_constant():
     """Except in compress, whose callers give it the axes."""
-    paths = [path for path in sources.read() if path.startswith(("paxtrain", "planner", "configs", "experiments"))]
+    paths = [path for path in sources.project() if path.startswith(("paxtrain", "planner", "configs", "experiments"))]
     found = {path: axis_literals(ast.parse((ROOT / path).read_text())) for path in paths if path not in MAY_NAME_AXES}
     assert len(found) > 300
     assert {path: lines for path, lines in found.items() if lines} == {}
@@ -202,7 +202,7 @@ def unknown_paths(texts):
 
 
 def test_files_that_code_and_pages_name_are_there():
-    modules = [(ROOT / path).read_text() for path in sources.read() if path.startswith(PRODUCT)]
+    modules = [(ROOT / path).read_text() for path in sources.project() if path.startswith(PRODUCT)]
     pages = [path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
     assert len(modules) > 100 and len(pages) > 10
     assert unknown_paths([*modules, *pages]) == []
