@@ -192,6 +192,7 @@ def test_without_selective_copies_they_would_lie_under_nothing():
     assert reduced_under_compute(trained, compiled(trained, **{option: False}).as_text()) == 0
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_keeps_and_sends_less():
     """The shape is the 1.3B model's, with two layers a stage on (2,2,2)."""
     c = gpt("gpt_1_3b", batch={"global_batch": 32, "micro_batch": 2})
