@@ -68,7 +68,7 @@ def test_against_float64(case, units):
     assert_product(g, ep.mT, ep)
 
 
-@pytest.mark.parametrize("units", mosaic.UNITS)
+@pytest.mark.parametrize("units", ["wgmma", pytest.param("tcgen05", marks=pytest.mark.slow)])
 def test_inactive_passes_leave_the_state(units):
     x, m, p, w, q = operands((), rows(units), 3 * rows(units), 16, "bfloat16", "bfloat16")
     x, m = jnp.full_like(x, jnp.nan), m.at[3, 5].set(-0.0).at[7, 11].set(jnp.inf)
@@ -79,7 +79,7 @@ def test_inactive_passes_leave_the_state(units):
             assert (bits(after) == bits(m)).all() != active
 
 
-@pytest.mark.parametrize("units", mosaic.UNITS)
+@pytest.mark.parametrize("units", ["wgmma", pytest.param("tcgen05", marks=pytest.mark.slow)])
 def test_kernels_under_vmap_each_with_its_own_flag(units):
     arrays = [*operands((2,), rows(units), 2 * rows(units), 16, "bfloat16", "bfloat16"), jnp.array([True, False])]
     with interpreter():
@@ -160,7 +160,9 @@ def counts(kind, rank, error, implementation):
     return launches(program), kernel_calls(program)
 
 
-@pytest.mark.parametrize(("kind", "units"), [("h100", "wgmma"), ("b200", "tcgen05")])
+@pytest.mark.parametrize(
+    ("kind", "units"), [("h100", "wgmma"), pytest.param("b200", "tcgen05", marks=pytest.mark.slow)]
+)
 def test_encoding_is_six_launches(kind, units):
     """The passes are theirs, and the thin algebra's four kernels are on the Triton backend."""
     gpu(kind)
