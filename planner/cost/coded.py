@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # they import jax, which takes long
 # Of PowerSGD, passes over the gradients, and kernels per matrix.
 POWER_PASSES, POWER_LAUNCHES = sum(POWER_SGD_PASSES[:2]), 2 * POWER_SGD_PASSES[2]
 
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -313,10 +312,9 @@ class Coded:
         """
         if self.embedding is None or not (members > 1 or (self.tied and pipe > 1)):
             return ""
-        if found := _refusal(self._of_table(), shape, members, True):
+        over = shape, members, True
+        if (found := _refusal(self._of_table(), *over)) or self.table_takes(*over, min_ratio):
             return found
-        if self.table_takes(shape, members, True, min_ratio):
-            return ""
         return (
             f"compress.embedding.codec={self.name('embedding')} does not make a table of {shape[0]} x {shape[1]} "
             f"{min_ratio:g} times smaller (compress.min_ratio) in {members} equal parts"
