@@ -110,10 +110,19 @@ def given(cls: type[Chosen], *, named: Mapping[str, str] | None = None, **more: 
         value = getattr(flags.FLAGS, flag)
         more[field.name] = tuple(value) if isinstance(value, list) else value
         if hints[field.name] == tuple[int, ...]:
-            if not all(whole(word.strip()) for word in value):
-                raise UserError(f"--{flag} must be positive integers joined by commas, got {','.join(value)}")
-            more[field.name] = tuple(map(int, value))
+            more[field.name] = integers(flag, value)
     return cls(**more)
+
+
+def integers(flag: str, words: Sequence[str]) -> tuple[int, ...]:
+    """Return the numbers of a flag.
+
+    Raises:
+        UserError: they are no positive integers.
+    """
+    if not all(whole(word.strip()) for word in words):
+        raise UserError(f"--{flag} must be positive integers joined by commas, got {','.join(words)}")
+    return tuple(map(int, words))
 
 
 def check(options: Any, *but: str) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 from absl import flags
 
-from paxtrain.config.axes import AXES
+from paxtrain.config.axes import AXES, more_axes
 from paxtrain.config.parallel import MOST_SEQUENCES
 from paxtrain.errors import UserError
 from paxtrain.flags import define_config
-from paxtrain.knobs import define, given
+from paxtrain.knobs import define, given, integers
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.fit.recalibrate import recalibrated
@@ -18,7 +18,7 @@ from planner.planning.inputs import sections
 from planner.planning.loss_budget import read
 from planner.planning.options import PlanOptions
 
-_OPTIONS = [field.name for field in dataclasses.fields(PlanOptions) if field.name != "oracle"]
+_OPTIONS = [field.name for field in dataclasses.fields(PlanOptions) if field.name not in ("oracle", "others")]
 # What the planner decides, and the flags that narrow it to a value.
 _DECIDED = {
     **{f"mesh.{name}": f"--{name}={{}}" for name in AXES},
@@ -67,6 +67,8 @@ def define_inputs() -> None:
 def define_flags() -> None:
     """Define a flag for each option except `oracle`."""
     define(PlanOptions, *_OPTIONS, compress=["none"])
+    for name in more_axes():
+        flags.DEFINE_list(name, [], f"Sizes of the {name} axis to try; empty for all that divide.")
 
 
 def options(**more: Any) -> PlanOptions:
@@ -79,7 +81,9 @@ def options(**more: Any) -> PlanOptions:
         UserError: a flag is out of its range.
     """
     f = flags.FLAGS
-    found = given(PlanOptions, compress=tuple(kind for kind in f.compress if kind != "none"), **more)
+    others = tuple((name, integers(name, getattr(f, name))) for name in more_axes() if getattr(f, name))
+    kinds = tuple(kind for kind in f.compress if kind != "none")
+    found = given(PlanOptions, compress=kinds, others=others, **more)
     if f["loss_budget"].present and not found.probe:
         raise UserError("--loss_budget needs --probe, a probe.json of python -m paxtrain.study --probe")
     if found.probe:

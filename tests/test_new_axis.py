@@ -1,22 +1,30 @@
 """An axis with a record in AXES, and a field for its size, works: here data ranks of a host beside those of data."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import Config, MeshConfig, from_dict, to_dict
+from paxtrain.config import Config, MeshConfig, ModelConfig, from_dict, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.config.axes import AXES, AxisSpec, in_words
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from planner.cost.candidate import Candidate, host_order
+from planner.cost.link_seconds import fabric
+from planner.cost.step_time import Problem
+from planner.memory import closed_form
 from planner.placement.place import slots_per_host
-from planner.planning import to_plan
+from planner.planning import planning, to_plan
+from planner.planning.options import PlanOptions
 from planner.report import text
+from planner.search.budget import Budget
+from planner.search.search import Options, Search
+from planner.search.space import Choices, enumerate_candidates
 from tests.planner.examples import cluster
 
 NAME = "replica"
@@ -79,24 +87,18 @@ def test_its_gradients_are_those_of_one_device(replica, zero1):
         np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
 
 
-@dataclasses.dataclass(frozen=True)
-class ReplicaCandidate(Candidate):
-    """A candidate with the new axis."""
-
-    replica: int = 1
-
-
 def test_a_candidate_with_it_is_seated_told_and_planned(replica, monkeypatch):
     """Tensor groups of two replicas share a seat, so a host of 4 has 2 seats."""
     monkeypatch.setattr(to_plan, "MeshConfig", ReplicaMesh)
-    c = ReplicaCandidate(4, 2, 1, micro_batch=1, micro_batches=2, schedule="1f1b", counts=(1, 1), replica=2)
+    c = Candidate(4, 2, 1, micro_batch=1, micro_batches=2, schedule="1f1b", counts=(1, 1), others=(2,))
     assert (c.seat, c.groups, slots_per_host(c, cluster())) == (2, 8, 2)
     hosts = host_order(c, 4)[0]
     assert hosts.tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
-    order = to_plan.device_order(hosts[::-1], 4, c.seat)
+    order = to_plan.device_order(hosts[::-1], 4, c.sizes)
     assert order == (12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3)
     assert text.mesh(c) == "4 x 2 x 1 x 2"
     assert in_words(c.sizes) == "data=4 pipe=2 tensor=1 replica=2"
+    assert c.figures()["replica"] == 2
     made = to_plan.sections(c, 2, 16, config().compress, np.zeros(2, bool))
     plan = plans.Plan(**made, device_order=order)
     values = plans.to_json(plan)
@@ -105,3 +107,123 @@ def test_a_candidate_with_it_is_seated_told_and_planned(replica, monkeypatch):
     planned = plan.apply(to_dict(config()))
     assert planned.mesh.sizes == c.sizes
     assert planned.rank_micro_batches == (2,) * 8
+
+
+def test_axes_for_which_layers_wait_have_devices_side_by_side(replica, monkeypatch):
+    """The mesh counts replicas fastest, but devices of a tensor group are neighbors, unless layers wait for both."""
+    sizes = {"data": 1, "pipe": 1, "tensor": 2, "replica": 3}
+    one = np.zeros((1, 1), int)
+    assert to_plan.device_order(one, 6, sizes) == (0, 2, 4, 1, 3, 5)
+    monkeypatch.setitem(AXES, NAME, dataclasses.replace(REPLICA, waits="layer"))
+    assert to_plan.device_order(one, 6, sizes) == (0, 1, 2, 3, 4, 5)
+
+
+# Two hosts of four devices; their links are unequal, so that placements differ.
+HOSTS, PER_HOST, BATCH = 2, 4, 16
+MODEL = ModelConfig(vocab_size=1000, layers=4, hidden=256, heads=4, sequence=128)
+CHOICES = Choices(schedules=("1f1b",), saves=("dots",), zero1=(True,), micro_batch=(1, 2), backward=(), data_ranks=())
+
+
+def search(**changes):
+    choices = dataclasses.replace(CHOICES, **changes)
+    return Search(cluster(HOSTS, PER_HOST), MODEL, BATCH, choices, Budget(margin=False), Options(uneven=False))
+
+
+def meshes():
+    """Return all meshes (data, pipe, tensor, replica) by trying all sizes."""
+    sizes = itertools.product(range(1, 9), repeat=4)
+    whole = ((d, p, t, r) for d, p, t, r in sizes if d * p * t * r == 8 and p <= 4 and PER_HOST % (t * r) == 0)
+    return {mesh for mesh in whole if 4 % mesh[2] == 0}
+
+
+def test_the_search_tries_all_its_sizes(replica):
+    space = search().space
+    columns = [space.column(name).tolist() for name in AXES]
+    assert set(zip(*columns)) == meshes()
+    assert set(space.column(NAME).tolist()) == {1, 2, 4}
+    asked = search(others=((NAME, (2,)),)).space
+    assert set(asked.column(NAME).tolist()) == {2}
+    ranks = space.data * space.column(NAME)
+    assert (space.micro_batches * space.micro_batch * ranks == BATCH).all()
+
+
+def test_its_largest_size_and_its_dims_limit_the_search(replica, monkeypatch):
+    monkeypatch.setitem(AXES, NAME, dataclasses.replace(REPLICA, most=2))
+    assert set(search().space.column(NAME).tolist()) == {1, 2}
+    monkeypatch.setitem(AXES, NAME, dataclasses.replace(REPLICA, dims=("layers",)))
+    three = dataclasses.replace(MODEL, layers=6)
+    space = enumerate_candidates(cluster(HOSTS, PER_HOST), three, BATCH, CHOICES)
+    assert set(space.column(NAME).tolist()) == {1, 2}
+
+
+def test_its_sum_is_an_all_reduce_of_shards_inside_a_host(replica, monkeypatch):
+    """Two all-reduces' worth of latencies and bytes: 2(R-1) messages of an R-th of the float32 gradients."""
+    some = cluster(HOSTS, PER_HOST)
+    c = Candidate(1, 2, 1, micro_batch=1, micro_batches=4, schedule="1f1b", counts=(2, 2), others=(4,))
+    found = Problem(some, MODEL, c)
+    h = MODEL.hidden
+    layer = 12 * h * h + 13 * h  # four kernels of 3, 1, 4 and 4 h x h, biases of 3, 1, 4 and 1 h, and two norms
+    held = np.array([2 * layer + MODEL.padded_vocab * h] * 2)
+    expected = 6 * (3e-6 + held * 4 / 4 / 300e9)
+    np.testing.assert_allclose(found.sums, expected)
+    hosts = host_order(c, PER_HOST)
+    links, kinds = found.links(found.paths(fabric(some), hosts)), found.kind_of_host[hosts]
+    summed = found.evaluate(links, kinds).total[0]
+    monkeypatch.setattr(found, "sums", np.zeros(2))
+    np.testing.assert_allclose(summed - found.evaluate(links, kinds).total[0], expected.max(), rtol=1e-6)
+    sharded = Problem(some, MODEL, dataclasses.replace(c, data=2, others=(2,)))
+    np.testing.assert_allclose(sharded.sums, 2 * (3e-6 + held / 2 * 4 / 2 / 300e9))
+
+
+def test_the_search_finds_the_best_of_all_meshes_and_placements(replica):
+    some, best = cluster(HOSTS, PER_HOST), {}
+    for (data, pipe, tensor, size), micro in itertools.product(meshes(), (1, 2)):
+        if BATCH % (data * size * micro):
+            continue
+        count = BATCH // (data * size * micro)
+        c = Candidate(data, pipe, tensor, micro, count, "1f1b", (4 // pipe,) * pipe, others=(size,))
+        slots = PER_HOST // (tensor * size)
+        first = itertools.combinations(range(2 * slots), slots)  # seats on the first host
+        hosts = np.array([[s not in here for s in range(2 * slots)] for here in first], int).reshape(-1, data, pipe)
+        seconds = Problem(some, MODEL, c).step(fabric(some), hosts).total.min()
+        best[c.sizes[NAME]] = min(best.get(c.sizes[NAME], np.inf), seconds)
+    assert set(best) == {1, 2, 4}
+    for others, least in ((), min(best.values())), (((NAME, (2,)),), best[2]):
+        assert search(others=others).run(top=1, placed=1).ranked[0].seconds == pytest.approx(least, rel=1e-9)
+
+
+def test_memory_is_that_of_the_parameters_and_of_its_part_of_the_batch(replica):
+    """Replicas hold whole parameters, and ZeRO-1 splits states over data alone."""
+    one = search()
+    sizes = np.array([one.space.column(name) for name in (*AXES, "micro_batch")]).T.tolist()
+    two = sizes.index([2, 1, 1, 4, 1])
+    parts = closed_form.analytic(one.budget.shape(one.cluster, MODEL, one.space.take(np.array([two]))))
+    h, rows = MODEL.hidden, MODEL.padded_vocab
+    held = 4 * (12 * h * h + 13 * h) + rows * h + MODEL.sequence * h + 2 * h  # and positions, and the final norm
+    assert parts.optimizer == pytest.approx(2 * 4 * held / 2)
+    assert parts.gradients == 4 * held
+    # Half as many sequences a rank on two devices of one data axis take the same.
+    bare = config_of(2, BATCH // 4)
+    assert closed_form.analytic(closed_form.of(bare, (8, 0))).total == pytest.approx(parts.total)
+
+
+def config_of(data, batch):
+    return from_dict(
+        {
+            "model": dataclasses.asdict(MODEL),
+            "mesh": {"data": data},
+            "batch": {"global_batch": batch, "micro_batch": 1},
+        }
+    )
+
+
+def test_a_plan_and_its_report_name_it(replica, monkeypatch):
+    monkeypatch.setattr(to_plan, "MeshConfig", ReplicaMesh)
+    options = PlanOptions(
+        schedules=("1f1b",), saves=("dots",), others=((NAME, (2,)),), nearby=False, top=2, placed=1, oracle="no"
+    )
+    found = planning.plan_sections(to_dict(config_of(1, BATCH)), cluster(HOSTS, PER_HOST), options)
+    assert " x 2 (data x pipe x tensor x replica)" in text.text(found.report)
+    assert "(data x pipe x tensor x replica)" in found.html()
+    assert plans.to_json(found.plan)["mesh"]["replica"] == 2
+    assert sorted(found.plan.device_order) == list(range(8))

@@ -1,12 +1,13 @@
 """The axes of the mesh: of each, what it splits, what is summed over it, and where its devices lie.
 
 `AXES` has them in the order of the mesh, the major one first. `MeshConfig` has the size of each in a field of the same
-name. What is about one axis names it by its constant, and all else loops over the records.
+name. What is about one axis names it by its constant, and all else loops over the records. The planner tries all sizes
+that a record allows, of data, pipe and the axes inside hosts; its flags have the axes' names.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 DATA, PIPE, TENSOR = "data", "pipe", "tensor"
 
@@ -24,6 +25,8 @@ class AxisSpec:
             paxtrain/parallel/reduction.py.
         inside: whether its devices share a host, since every layer waits for their collectives. Placement seats the
             devices of all such axes together, and may separate those of others.
+        waits: what waits for its collectives: each layer, or the end of a step. Inside a host the devices of axes for
+            which layers wait are side by side.
     """
 
     most: int = 1024
@@ -31,6 +34,7 @@ class AxisSpec:
     batch: bool = False
     sums: Callable[[Any, tuple[str, ...]], bool] = lambda mesh, names: False
     inside: bool = False
+    waits: Literal["layer", "step"] = "step"
 
 
 def _sums_over_tensor(mesh: Any, names: tuple[str, ...]) -> bool:
@@ -41,8 +45,13 @@ def _sums_over_tensor(mesh: Any, names: tuple[str, ...]) -> bool:
 AXES = {
     DATA: AxisSpec(most=2**16, batch=True),
     PIPE: AxisSpec(dims=("layers", "tables")),
-    TENSOR: AxisSpec(dims=("heads", "kv_heads", "ffn", "vocab"), sums=_sums_over_tensor, inside=True),
+    TENSOR: AxisSpec(dims=("heads", "kv_heads", "ffn", "vocab"), sums=_sums_over_tensor, inside=True, waits="layer"),
 }
+
+
+def more_axes() -> tuple[str, ...]:
+    """Return the axes besides data, pipe and tensor, in the order of the mesh."""
+    return tuple(name for name in AXES if name not in (DATA, PIPE, TENSOR))
 
 
 def batch_axes() -> tuple[str, ...]:
@@ -53,6 +62,11 @@ def batch_axes() -> tuple[str, ...]:
 def inside_axes() -> tuple[str, ...]:
     """Return the axes whose devices share a host, in the order of the mesh."""
     return tuple(name for name, axis in AXES.items() if axis.inside)
+
+
+def seat_axes() -> tuple[str, ...]:
+    """Return the axes whose devices share a host, the innermost one last: those for which layers wait."""
+    return tuple(sorted(inside_axes(), key=lambda name: AXES[name].waits == "layer"))
 
 
 def in_words(sizes: Mapping[str, int]) -> str:

@@ -25,6 +25,7 @@ def freed(options: PlanOptions) -> PlanOptions:
         data=(),
         tensor=(),
         pipe=(),
+        others=(),
         micro_batch=(),
         virtual_stages=union("virtual_stages"),
         zero1="both",

@@ -30,16 +30,14 @@ from planner.search import layers
 from planner.search.search import Search
 from planner.search.space import Space, candidate_of, divisors, enumerate_candidates
 
-# What changes together, as columns of the space, and the flags that choose it.
+# What changes together besides the mesh, as columns of the space, and the flags that choose it.
 _CHOICES = {
-    tuple(AXES): tuple(AXES),
     ("micro_batch",): ("micro_batch",),
     ("schedule", "chunks"): ("schedules", "virtual_stages"),
     ("save",): ("saves",),
     ("zero1",): ("zero1",),
     ("sequence_parallel",): ("sequence_parallel",),
 }
-_COLUMNS = [column for columns in _CHOICES for column in columns]
 _KEPT = ("backward", "backward_rank", "data_rank")
 _WORTH = 0.01  # share of the memory that a change must save to be told
 _NAMES = {
@@ -349,10 +347,12 @@ def _other_plans(free: Search, use: Use) -> Iterator[Change]:
     here = _place_of(free, c)
     if here is None:
         return
-    same = {name: getattr(space, name) == getattr(space, name)[here] for name in (*_COLUMNS, *_KEPT)}
+    choices = {tuple(AXES): tuple(AXES), **_CHOICES}
+    every = [column for columns in choices for column in columns]
+    same = {name: space.column(name) == space.column(name)[here] for name in (*every, *_KEPT)}
     kept = np.logical_and.reduce([same[name] for name in _KEPT])
-    for columns, flags in _CHOICES.items():
-        others = [same[name] for name in _COLUMNS if name not in columns]
+    for columns, flags in choices.items():
+        others = [same[name] for name in every if name not in columns]
         some = np.flatnonzero(np.logical_and.reduce([kept, *others]))
         best = int(some[np.argmin(free.bytes[some])])
         if free.bytes[best] > free.bytes[here] * (1 - _WORTH):
@@ -365,7 +365,7 @@ def _other_plans(free: Search, use: Use) -> Iterator[Change]:
 def _place_of(free: Search, c: Candidate) -> int | None:
     """Return the place of a candidate in a search's space."""
     space = free.space
-    alike = np.logical_and.reduce([getattr(space, name) == size for name, size in c.sizes.items()])
+    alike = np.logical_and.reduce([space.column(name) == size for name, size in c.sizes.items()])
     some = np.flatnonzero(alike & (space.micro_batch == c.micro_batch)).tolist()
     c = dataclasses.replace(c, backward_links=(), forward_links=())  # which links compress takes no memory
     return next((i for i in some if candidate_of(space, i, c.counts, free.choices) == c), None)
@@ -373,7 +373,8 @@ def _place_of(free: Search, c: Candidate) -> int | None:
 
 def _flags(space: Space, i: int, columns: tuple[str, ...], flags: tuple[str, ...]) -> str:
     """Return the flags that choose some columns of a candidate."""
-    c: Mapping[str, Any] = candidate_of(space, i, ()).__dict__
+    candidate = candidate_of(space, i, ())
+    c: Mapping[str, Any] = candidate.__dict__ | candidate.sizes
     words = []
     for column, flag in zip(columns, flags):
         value = c[column]

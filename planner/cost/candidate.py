@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import OuterConfig, scans
-from paxtrain.config.axes import AXES, inside_axes
+from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, inside_axes, more_axes
 from paxtrain.schedule.schedules import spec_of
 from paxtrain.schedule.stage_map import StageMap
 from planner.cost.coded import LOW_RANK, Coded
@@ -47,6 +47,7 @@ class Candidate:
         data_micro_batches: micro-batches of each data rank, if they differ; otherwise ().
         outer: groups of data ranks that train apart.
         min_ratio: factor by which a matrix must shrink to be compressed over data or between groups.
+        others: sizes of the axes besides data, pipe and tensor, in the order of the mesh.
     """
 
     data: int
@@ -72,11 +73,13 @@ class Candidate:
     data_micro_batches: tuple[int, ...] = ()
     outer: OuterConfig = NO_GROUPS
     min_ratio: float = 2.0
+    others: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of all axes by name, in the order of the mesh."""
-        return {name: getattr(self, name) for name in AXES}
+        named = {DATA: self.data, PIPE: self.pipe, TENSOR: self.tensor}
+        return dict.fromkeys(AXES, 1) | named | dict(zip(more_axes(), self.others))
 
     @functools.cached_property
     def seat(self) -> int:
@@ -96,9 +99,10 @@ class Candidate:
     def figures(self) -> dict[str, Any]:
         """Return the fields as JSON values; some only if they are not the default."""
         unused = {name for name in ("scan_layers", "min_ratio") if getattr(self, name) == getattr(Candidate, name)}
-        unused |= set() if self.outer.every else {"outer"}
+        unused |= {"others"} if self.outer.every else {"others", "outer"}
         keys = {"data_micro_batches": "ranks"}  # the key that plan.json has for them
-        return {keys.get(name, name): value for name, value in dataclasses.asdict(self).items() if name not in unused}
+        values = {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
+        return self.sizes | {keys.get(name, name): value for name, value in values.items()}
 
     @functools.cached_property
     def rank_micro_batches(self) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ class LayerCosts:
     chunk: float = 0.0
 
 
-def _all_reduce(members: int, size: float, alpha: float, bandwidth: float) -> float:
+def all_reduce(members: int, size: float, alpha: float, bandwidth: float) -> float:
     """Return the seconds of an all-reduce of `size` bytes over a ring."""
     return 2 * (members - 1) * alpha + float(ring(size, members, bandwidth))
 
@@ -211,7 +211,7 @@ class _Layer:
         total = 0.0
         for one in work.collectives:
             size = one.bytes.of(self.micro_batch) * (self.tensor if one.kind == "all-gather" else 1)
-            whole = _all_reduce(self.tensor, size, *self.inside)
+            whole = all_reduce(self.tensor, size, *self.inside)
             hop = self.inside[0] + size / self.inside[1]
             total += one.times * {"all-reduce": whole, "collective-permute": hop}.get(one.kind, whole / 2)
         return total
@@ -287,7 +287,7 @@ def sheet(
     again = one.again(save)
     weights = launched(of_kernels + passes.weights, 0.5 * launch)
     rest = launched(rest + passes.split, 1.5 * launch) + one.exchanged(b) + again
-    reduce = _all_reduce(tensor, tokens * h * item, *inside)
+    reduce = all_reduce(tensor, tokens * h * item, *inside)
     rows = model.padded_vocab // tensor
     logits = MatrixProduct(tokens, rows, h), MatrixProduct(tokens, h, rows), MatrixProduct(rows, h, tokens)
     traffic = 8 * tokens * model.padded_vocab / tensor * item / rates.memory

@@ -20,7 +20,7 @@ class Reductions(NamedTuple):
         dense: of its layers' gradients as they are.
         compressed: of the same in compressed form; inf if nothing compresses them.
         work: of making the compressed form, and of reading it.
-        embedding: of the embedding's gradients, with the exchange of the tied one's.
+        embedding: of the embedding's gradients, with the exchange of the tied one's; and what follows all of these.
     """
 
     dense: Array

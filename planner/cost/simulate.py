@@ -1,11 +1,11 @@
 """The simulated step of one configuration on one cluster, by this trainer and by others'."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from paxtrain.config import Config
+from paxtrain.config.axes import more_axes
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import NO_GROUPS, Candidate, host_order
 from planner.cost.coded import LOW_RANK, coded
@@ -55,7 +55,10 @@ def candidate_of_config(config: Config) -> Candidate:
     together = mesh.data // config.groups
     over_data = compress.data.over(together) != "none" and together > 1
     return Candidate(
-        **dict[str, Any](mesh.sizes),
+        data=mesh.data,
+        pipe=mesh.pipe,
+        tensor=mesh.tensor,
+        others=tuple(mesh.sizes[name] for name in more_axes()),
         micro_batch=config.batch.micro_batch,
         micro_batches=config.micro_batches,
         schedule=pipeline.schedule_key,

@@ -1,10 +1,13 @@
 """Parameters and bytes that a candidate keeps on a device and sends."""
 
 import functools
+import math
 
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import AXES
+from paxtrain.model.parameters import table
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
 
@@ -98,6 +101,13 @@ class Sizes:
         """Parameters of the embedding on one device of the first stage."""
         c = self.candidate
         return costs.embedding_parameters(self.model, c.tensor, len(c.stage_map.ends))
+
+    def summed(self, axis: str) -> tuple[int, int]:
+        """Return the parameters of a stage's layer slots, and of the tables, whose gradients an axis sums."""
+        c, sums = self.candidate, AXES[axis].sums
+        some = [p for p in table(self.model) if p.split_by(axis) is None and sums(c, p.names)]
+        layer = sum(math.prod(p.shape(self.model, c.tensor)) for p in some if p.lead == "layers")
+        return c.slots * layer, self.embedding_parameters * any(p.own[0] == "vocab" for p in some)
 
     @property
     def swaps(self) -> bool:

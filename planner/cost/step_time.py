@@ -19,13 +19,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import AXES, DATA
 from paxtrain.schedule.schedules import build, spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost import data_axis, outer
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds, Paths, paths
-from planner.cost.sizes import Sizes
+from planner.cost.sizes import MASTER, Sizes
 from planner.pipeline import simulator
 from planner.pipeline.rows import Table
 
@@ -139,6 +140,22 @@ class Problem(Sizes):
         everywhere = not self.overlap and len(self.cluster.hosts) > 1
         return (stages == 0) | (stages == self.candidate.stage_map.last) | everywhere
 
+    @functools.cached_property
+    def sums(self) -> Array:
+        """Seconds [P] of the sums of a stage's gradients over axes besides data that split the batch.
+
+        They follow the reduction over data, which leaves a rank its shard. Each is an all-reduce inside a host.
+        """
+        c, seconds = self.candidate, np.zeros(self.candidate.pipe)
+        for axis, size in c.sizes.items():
+            if AXES[axis].batch and axis != DATA and size > 1:
+                layers, tables = self.summed(axis)
+                for stage, meets in enumerate(self.meets):
+                    sent = MASTER * (layers + meets * tables) / (c.together if c.zero1 else 1)
+                    links = [costs.inside(self.cluster, kind) for kind in set(self.cluster.kinds)]
+                    seconds[stage] += max(costs.all_reduce(size, sent, *link) for link in links)
+        return seconds
+
     def links(self, paths: Paths) -> LinkSeconds:
         """Return the seconds of the candidate's messages on the paths of some placements."""
         c = self.candidate
@@ -242,7 +259,8 @@ class Problem(Sizes):
             links: seconds of the messages.
             kinds: device kinds [rows, D / G, P] (indices) of all tensor groups, in the rows of the links.
         """
-        return data_axis.reduction(self, links, self.meets, self.pass_per_byte, kinds)
+        found = data_axis.reduction(self, links, self.meets, self.pass_per_byte, kinds)
+        return found._replace(embedding=found.embedding + self.sums)
 
     def evaluate(self, links: LinkSeconds, kinds: Array) -> Step:
         """Return the steps for link seconds.

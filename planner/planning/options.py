@@ -3,7 +3,7 @@
 import dataclasses
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, OuterConfig
-from paxtrain.config.axes import AXES
+from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.errors import UserError
 from paxtrain.knobs import check, knob
 from paxtrain.schedule.schedules import FILE, names, spec_of
@@ -22,7 +22,7 @@ ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
 GROUPS = ("configured", "sites")
 ORACLE = ("auto", "yes", "no")
 # Options that are choices of the search as they are.
-_CHOSEN = (*AXES, "micro_batch", "virtual_stages", "schedules", "saves", "backward_ranks")
+_CHOSEN = (DATA, PIPE, TENSOR, "others", "micro_batch", "virtual_stages", "schedules", "saves", "backward_ranks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,7 @@ class PlanOptions:
         data: sizes of the data axis to try; empty for all that divide.
         tensor: sizes of the tensor axis to try; likewise.
         pipe: sizes of the pipe axis to try; likewise.
+        others: sizes of other axes to try, by name; each has a flag of its name.
         micro_batch: sequences per micro-batch to try; likewise.
         virtual_stages: chunks per stage to try with interleaved schedules.
         zero1: whether the optimizer's state is split over data: "no", "yes", or "both" to try both.
@@ -76,6 +77,7 @@ class PlanOptions:
     data: tuple[int, ...] = knob(())
     tensor: tuple[int, ...] = knob(())
     pipe: tuple[int, ...] = knob(())
+    others: tuple[tuple[str, tuple[int, ...]], ...] = ()
     micro_batch: tuple[int, ...] = knob(())
     virtual_stages: tuple[int, ...] = knob((2, 4))
     zero1: str = knob("both", among=tuple(ZERO1))

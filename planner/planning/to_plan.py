@@ -1,10 +1,13 @@
 """Conversion of a candidate that the search found to a paxtrain.config.plan.Plan, which the trainer takes."""
 
+import math
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import numpy as np
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
+from paxtrain.config.axes import inside_axes, seat_axes
 from paxtrain.config.compress import SECONDS
 from paxtrain.config.options import NO_OPTIONS
 from paxtrain.config.plan import Plan, PlannedGroups
@@ -32,19 +35,22 @@ class Sections(TypedDict):
     compress: CompressConfig
 
 
-def device_order(hosts: np.ndarray, per_host: int, seat: int) -> tuple[int, ...]:
+def device_order(hosts: np.ndarray, per_host: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the device of every mesh position, row-major.
 
     Args:
-        hosts: int [D, P], host of each tensor group.
+        hosts: int [D, P], host of each seat.
         per_host: devices per host.
-        seat: devices that share a seat, whose axes are the last ones of the mesh.
+        sizes: sizes of the axes; those inside hosts are the last ones of the mesh.
 
     Returns:
         Indices into the devices of all hosts, host after host.
     """
-    first = (hosts * per_host + host_slots(hosts) * seat).ravel()
-    return tuple((first[:, None] + np.arange(seat)).ravel().tolist())
+    inside, nested = inside_axes(), seat_axes()
+    seat = np.arange(math.prod(sizes[name] for name in inside)).reshape([sizes[name] for name in nested])
+    seat = seat.transpose([nested.index(name) for name in inside]).ravel()
+    first = (hosts * per_host + host_slots(hosts) * len(seat)).ravel()
+    return tuple((first[:, None] + seat).ravel().tolist())
 
 
 def sections(
@@ -162,7 +168,7 @@ def decide(
         **sections(candidate, model.layers, global_batch, compress, step.compressed[0]),
         hosts=real.hosts if real.named else (),
         devices_per_host=real.devices_per_host,
-        device_order=device_order(hosts, cluster.devices_per_host, candidate.seat),
+        device_order=device_order(hosts, cluster.devices_per_host, candidate.sizes),
         outer=groups(candidate),
         module=model.module,
         predicted=predicted,

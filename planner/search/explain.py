@@ -9,7 +9,7 @@ import numpy as np
 
 from compress.policy import largest_rank, too_large
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, ModelConfig
-from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, in_words
+from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, batch_axes, in_words, inside_axes
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of, spec_of
 from paxtrain.tables import times
@@ -17,10 +17,19 @@ from planner.cost import compute
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import Coded
 from planner.search.search import Found, Search
-from planner.search.space import COLUMNS, Choices, Space, listed, message_shape, numbers_of, sharding_problem
+from planner.search.space import (
+    COLUMNS,
+    Choices,
+    Column,
+    Space,
+    listed,
+    message_shape,
+    numbers_of,
+    sharding_problem,
+    split_sizes,
+)
 
-_SHAPE = (*AXES, "micro_batch")  # changed by factors
-_FREE = tuple(name for name in COLUMNS if name not in _SHAPE and name != "micro_batches")
+_FREE = tuple(name for name in COLUMNS if name not in (*AXES, "micro_batch", "micro_batches"))  # not changed by factors
 
 
 def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
@@ -43,7 +52,7 @@ def _described(changed: dict[str, int], now: dict[str, int]) -> str:
     words = []
     for column, value in changed.items():
         if value != now[column] and (column != "backward_rank" or changed["backward"]):
-            words.append(f"{column}={COLUMNS[column].value(value)}")
+            words.append(f"{column}={COLUMNS.get(column, Column()).value(value)}")
     return " ".join(words)
 
 
@@ -98,8 +107,8 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
         chosen: chosen plan.
         global_batch: sequences of an optimizer step.
     """
-    columns = (*_SHAPE, *_FREE)
-    table = np.stack([getattr(search.space, column).astype(int) for column in columns], axis=1)
+    columns = (*AXES, "micro_batch", *_FREE)
+    table = np.stack([search.space.column(column).astype(int) for column in columns], axis=1)
     now = numbers_of(chosen.candidate)
     found: list[str] = []
     for changed in _moves(now, search):
@@ -146,18 +155,21 @@ def _why(search: Search, chosen: Found, where: np.ndarray, changed: dict[str, in
 def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
     """Return why there is no such candidate."""
     cluster, model = search.cluster, search.model
-    data, pipe, tensor, micro = (changed[name] for name in (DATA, PIPE, TENSOR, "micro_batch"))
-    if cluster.devices_per_host % tensor:
-        return f"tensor groups stay inside a host of {cluster.devices_per_host} devices"
-    for name, size in model.split_sizes.items():
-        if size % tensor:
-            vocabulary = model.vocabulary_for(tensor)
-            fits = f"; model.vocab_multiple={vocabulary} would fit" if vocabulary else ""
-            return f"tensor={tensor} does not divide model.{name}={size}{fits}"
+    data, pipe, micro = (changed[name] for name in (DATA, PIPE, "micro_batch"))
+    if cluster.devices_per_host % math.prod(changed[name] for name in inside_axes()):
+        return f"{' x '.join(inside_axes())} groups stay inside a host of {cluster.devices_per_host} devices"
+    for axis in inside_axes():
+        parts = changed[axis]
+        for name, size in split_sizes(model, axis).items():
+            if size % parts:
+                vocabulary = model.vocabulary_for(parts) if axis == TENSOR else 0
+                fits = f"; model.vocab_multiple={vocabulary} would fit" if vocabulary else ""
+                return f"{axis}={parts} does not divide model.{name}={size}{fits}"
     if pipe * changed["chunks"] > model.layers:
         return f"{pipe * changed['chunks']} virtual stages are more than the model's {model.layers} layers"
-    if global_batch % (data * micro):
-        return f"data={data} x micro_batch={micro} does not divide the global batch of {global_batch}"
+    if global_batch % math.prod(changed[name] for name in (*batch_axes(), "micro_batch")):
+        ranks = " x ".join(f"{name}={changed[name]}" for name in batch_axes())
+        return f"{ranks} x micro_batch={micro} does not divide the global batch of {global_batch}"
     if (apart := search.choices.apart(data)) == 1 and search.choices.outer.every:
         return "groups that train apart need several data ranks"
     if data % apart:

@@ -34,11 +34,11 @@ Array = np.ndarray
 
 # Candidates that are simulated in one go, first and later: those of one table cost hardly more than one alone.
 _FIRST, _TOGETHER = 64, 256
-# Candidates that are alike in some columns: how many of them are simulated to judge the others, and the factor by which
-# the others may be nearer to their bound.
+# Candidates that are alike in mesh and some columns: how many of them are simulated to judge the others, and the factor
+# by which the others may be nearer to their bound.
 _ALIKE = (
-    ((*AXES, "schedule", "chunks", "uneven_data", "micro_batch"), 3, 0.8),
-    ((*AXES, "schedule", "chunks", "uneven_data"), 8, 0.7),
+    (("schedule", "chunks", "uneven_data", "micro_batch"), 3, 0.8),
+    (("schedule", "chunks", "uneven_data"), 8, 0.7),
 )
 _QUICKLY, _LEAST = 2, 8  # most plans that are placed quickly after these, and at the end
 
@@ -120,7 +120,7 @@ class Search:
         kinds = (self.space.backward > 0).astype(float) + (self.space.data_rank > 0)
         kinds = kinds + (self.space.pipe > 1) * self.coded.compresses_forward
         self.scores = self.bounds * (1 + options.gain * kinds)  # bounds of what candidates are ranked by
-        self._alike = [_alike([getattr(self.space, name) for name in names]) for names, *_ in _ALIKE]
+        self._alike = [_alike([self.space.column(name) for name in (*AXES, *names)]) for names, *_ in _ALIKE]
 
     def candidate(self, i: int, counts: tuple[int, ...]) -> Candidate:
         """Return candidate i with a split of the layers."""

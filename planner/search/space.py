@@ -4,15 +4,16 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from compress.policy import largest_rank
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig, OuterConfig
-from paxtrain.config.axes import PIPE, inside_axes
+from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, batch_axes, inside_axes, more_axes
 from paxtrain.errors import UserError
+from paxtrain.model.spec import sizes as dims_of
 from paxtrain.schedule.schedules import FAMILY, ScheduleSpec, between_ends, code, name_of, names, spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost import compute, outer
@@ -69,6 +70,7 @@ class Choices:
         coded: codecs other than low rank; with one, the ranks of its place are one number above 0.
         uneven_data: whether faster data ranks have more micro-batches; values to try if devices are of several kinds.
         outer: groups of data ranks that train apart, in all candidates.
+        others: sizes of other axes to try, by name; all that divide of those without any.
     """
 
     tensor: tuple[int, ...] = ()
@@ -89,6 +91,13 @@ class Choices:
     coded: Coded = LOW_RANK
     uneven_data: tuple[bool, ...] = (False,)
     outer: OuterConfig = NO_GROUPS
+    others: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Sizes of each axis to try; () for all that divide."""
+        named = {DATA: self.data, PIPE: self.pipe, TENSOR: self.tensor}
+        return dict.fromkeys(AXES, ()) | named | dict(self.others)
 
     def apart(self, data: int) -> int:
         """Return the number of groups into which data ranks fall; 1 if all train together."""
@@ -107,6 +116,7 @@ class Space:
     Attributes:
         slots: layer slots of a virtual stage if layers are spread as evenly as they get.
         together: data ranks that train together, those of a group.
+        others: [N, A] sizes of the axes besides data, pipe and tensor, in the order of the mesh.
     """
 
     data: Array
@@ -126,6 +136,7 @@ class Space:
     uneven_data: Array
     slots: Array
     together: Array
+    others: Array
 
     def __len__(self) -> int:
         return len(self.data)
@@ -138,7 +149,11 @@ class Space:
     @property
     def seat(self) -> Array:
         """Devices that share a seat, see `Candidate.seat`."""
-        return functools.reduce(np.multiply, [getattr(self, name) for name in inside_axes()])
+        return functools.reduce(np.multiply, [self.column(name) for name in inside_axes()])
+
+    def column(self, name: str) -> Array:
+        """Return the column of a field of candidates, or of the size of an axis."""
+        return self.others[:, more_axes().index(name)] if name in more_axes() else getattr(self, name)
 
     def take(self, where: Array) -> "Space":
         """Return some of the candidates."""
@@ -159,7 +174,7 @@ _MEANINGS = {
 COLUMNS = {
     field.name: _MEANINGS.get(field.name, Column())
     for field in dataclasses.fields(Space)
-    if field.name in Candidate.__dataclass_fields__
+    if field.name in Candidate.__dataclass_fields__ and field.name != "others"
 }
 
 
@@ -175,6 +190,7 @@ def candidate_of(space: Space, i: int, counts: tuple[int, ...], choices: Choices
     chosen = {name: column.value(getattr(space, name)[i].item()) for name, column in COLUMNS.items()}
     return Candidate(
         **chosen,
+        others=tuple(space.others[i].tolist()),
         scan_layers=choices.scan_layers,
         coded=choices.coded,
         counts=counts,
@@ -184,8 +200,8 @@ def candidate_of(space: Space, i: int, counts: tuple[int, ...], choices: Choices
 
 
 def numbers_of(candidate: Candidate) -> dict[str, int]:
-    """Return the number that a candidate has in each column."""
-    numbers = {name: column.number(getattr(candidate, name)) for name, column in COLUMNS.items()}
+    """Return the number that a candidate has in each column, and the size of each axis."""
+    numbers = {name: column.number(getattr(candidate, name)) for name, column in COLUMNS.items()} | candidate.sizes
     return numbers if numbers["backward"] else numbers | {"backward_rank": 0}
 
 
@@ -195,22 +211,37 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[tuple[int, int, int]]:
-    tensors = [
-        t
-        for t in choices.tensor or divisors(cluster.devices_per_host)
-        # Of hosts taken together only groups that fill them are known: smaller ones lie on other links.
-        if not cluster.parts or t == cluster.devices_per_host
-        if not any(size % t for size in model.split_sizes.values())
-        and cluster.devices % t == 0
-        and cluster.devices_per_host % t == 0
+def split_sizes(model: ModelConfig, axis: str) -> dict[str, int]:
+    """Return the sizes of a model that an axis inside hosts has to divide, by name; 1 for what the model has not."""
+    return model.split_sizes if axis == TENSOR else {dim: dims_of(model).get(dim, 1) for dim in AXES[axis].dims}
+
+
+def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[dict[str, int]]:
+    """Yield the sizes of all axes, by name, of the meshes that fill the devices and that the records allow."""
+    asked, per_host = {name: some for name, some in choices.sizes.items() if some}, cluster.devices_per_host
+    sizes = [
+        [
+            size
+            for size in asked.get(name) or divisors(per_host)
+            if size <= AXES[name].most and not any(whole % size for whole in split_sizes(model, name).values())
+        ]
+        for name in inside_axes()
     ]
-    for tensor in tensors:
-        for pipe in divisors(cluster.devices // tensor):
-            data = cluster.devices // tensor // pipe
-            wanted = (not choices.pipe or pipe in choices.pipe) and (not choices.data or data in choices.data)
-            if pipe <= model.layers and wanted:
-                yield data, pipe, tensor
+    for inside in itertools.product(*sizes):
+        seat = math.prod(inside)
+        # Of hosts taken together only seats that fill them are known: smaller ones lie on other links.
+        if per_host % seat or (cluster.parts and seat != per_host):
+            continue
+        for pipe in divisors(cluster.devices // seat):
+            data = cluster.devices // seat // pipe
+            mesh = dict.fromkeys(AXES, 1) | dict(zip(inside_axes(), inside)) | {DATA: data, PIPE: pipe}
+            if pipe <= model.layers and all(mesh[name] in some for name, some in asked.items()):
+                yield mesh
+
+
+def _ranks(mesh: Mapping[str, int]) -> int:
+    """Return the parts into which a mesh splits the batch."""
+    return math.prod(mesh[name] for name in batch_axes())
 
 
 def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int, choices: Choices) -> Space:
@@ -236,6 +267,7 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             f"no mesh fits {cluster.devices} devices, {cluster.devices_per_host} a host: tensor must divide "
             f"{split} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
             f"data={listed(choices.data)}, tensor={listed(choices.tensor)} and pipe={listed(choices.pipe)}"
+            + "".join(f" and {name}={listed(choices.sizes[name])}" for name in more_axes())
             + "".join(f"; {key}={n} would let tensor={t} divide the vocabulary" for t, n in padded.items())
         )
     refused: dict[str, None] = {}
@@ -245,23 +277,26 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             f"no candidate sends what its codecs take, with data={listed(choices.data)}, pipe={listed(choices.pipe)} "
             f"and micro-batch {listed(choices.micro_batch)}: {next(iter(refused))}"
         )
-    if not rows and any(global_batch % (data * b) == 0 for data, *_ in meshes for b in choices.micro_batch or (1,)):
+    ranks = sorted({_ranks(mesh) for mesh in meshes})
+    if not rows and any(global_batch % (n * b) == 0 for n in ranks for b in choices.micro_batch or (1,)):
         raise UserError(
             f"none of --schedules={','.join(choices.schedules)} fits these meshes and {model.layers} layers: those "
             "with virtual stages need a pipeline and a layer for each, files their own numbers; eager_1f1b fits all"
         )
     if not rows:
-        smallest = sorted({data for data, *_ in meshes})
+        by = " times ".join(batch_axes())
         raise UserError(
-            f"a global batch of {global_batch} cannot be split: it must be divisible by data times the micro-batch, "
-            f"and meshes of {cluster.devices} devices have data={listed(smallest)} with micro-batch "
-            f"{listed(choices.micro_batch)}; a multiple of {smallest[0] * min(choices.micro_batch or (1,))} would fit"
+            f"a global batch of {global_batch} cannot be split: it must be divisible by {by} times the micro-batch, "
+            f"and meshes of {cluster.devices} devices have {by}={listed(ranks)} with micro-batch "
+            f"{listed(choices.micro_batch)}; a multiple of {ranks[0] * min(choices.micro_batch or (1,))} would fit"
         )
-    values = {name: np.array(column) for name, column in zip(COLUMNS, zip(*rows))}
+    *columns, others = zip(*rows)
+    values = {name: np.array(column) for name, column in zip(COLUMNS, columns)}
     return Space(
         **values,
         slots=-(-model.layers // (values[PIPE] * values["chunks"])),
-        together=np.array([data // choices.apart(data) for data in values["data"].tolist()]),
+        together=np.array([data // choices.apart(data) for data in values[DATA].tolist()]),
+        others=np.array(others, int).reshape(len(rows), len(more_axes())),
     )
 
 
@@ -270,17 +305,17 @@ def _rows(
     model: ModelConfig,
     global_batch: int,
     choices: Choices,
-    meshes: list[tuple[int, int, int]],
+    meshes: list[dict[str, int]],
     refused: dict[str, None],
 ) -> Iterator[tuple]:
-    """Yield the candidates of some meshes, numbers in the order of COLUMNS.
+    """Yield the candidates of some meshes, numbers in the order of COLUMNS, and the sizes of other axes.
 
     Args:
         cluster: devices of the hosts.
         model: model to split.
         global_batch: sequences of an optimizer step.
         choices: values to try.
-        meshes: (data, pipe, tensor) of each mesh.
+        meshes: sizes of the axes of each mesh.
         refused: gets the sentences of codecs that do not take what some candidates send.
     """
 
@@ -289,21 +324,23 @@ def _rows(
             refused[problem] = None
         return not problem
 
-    for data, pipe, tensor in meshes:
-        if global_batch % data:
+    for mesh in meshes:
+        data, pipe, tensor, ranks = mesh[DATA], mesh[PIPE], mesh[TENSOR], _ranks(mesh)
+        others = tuple(mesh[name] for name in more_axes())
+        if global_batch % ranks:
             continue
         together = data // choices.apart(data)
         if not takes(_table_problem(choices, model, together, pipe, tensor)):
             continue
         zero1 = choices.zero1 if together > 1 else choices.zero1[:1]
         zero1 = tuple(z for z in zero1 if takes(sharding_problem(choices, model, data, tensor, z)))
-        sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
+        sizes = [b for b in divisors(global_batch // ranks) if not choices.micro_batch or b in choices.micro_batch]
         for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
-            m = global_batch // data // micro_batch
+            m = global_batch // ranks // micro_batch
             if (spec_of(name).size or (pipe, chunks, m)) != (pipe, chunks, m):
                 continue
             saves = [s for s in choices.saves if not spec_of(name).splits or s in SPLIT_SAVES]
-            by_speed = _uneven_data(choices, cluster, data, m, spec_of(name))
+            by_speed = _uneven_data(choices, cluster, data, m, spec_of(name)) if ranks == data else (False,)
             for sequence in _sequence_parallel(choices, model, tensor):
                 message = message_shape(model, tensor, micro_batch, sequence)
                 if pipe > 1 and not takes(_activations_problem(choices, model, message)):
@@ -314,19 +351,19 @@ def _rows(
                 for save, zero, policy, uneven in itertools.product(saves, zero1, policies, by_speed):
                     dtype = REDUCE_DTYPES.index(choices.reduce_dtype)
                     how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence, dtype)
-                    yield (data, pipe, tensor, micro_batch, m, *how, *policy, uneven)
+                    yield (data, pipe, tensor, micro_batch, m, *how, *policy, uneven, others)
 
 
-def _in_groups(meshes: list[tuple[int, int, int]], choices: Choices) -> list[tuple[int, int, int]]:
+def _in_groups(meshes: list[dict[str, int]], choices: Choices) -> list[dict[str, int]]:
     """Return the meshes whose data ranks fall into the groups that are asked for, two of them or more.
 
     Raises:
         UserError: there is none.
     """
     groups = choices.outer.groups
-    found = [mesh for mesh in meshes if mesh[0] > 1 and mesh[0] % choices.apart(mesh[0]) == 0]
+    found = [mesh for mesh in meshes if mesh[DATA] > 1 and mesh[DATA] % choices.apart(mesh[DATA]) == 0]
     if not found:
-        sizes = sorted({data for data, *_ in meshes})
+        sizes = sorted({mesh[DATA] for mesh in meshes})
         divide = sorted({d for data in sizes for d in divisors(data) if d > 1})
         would = f"outer.groups={listed(divide)} would fit" if divide else "another --data, --pipe or --tensor would fit"
         of = f"outer.groups={groups} divides the data axis of no mesh" if groups else "each data rank is a group"

@@ -111,7 +111,7 @@ def test_each_flow_by_itself(data, pipe, tensor, nics, rails):
 
 def test_groups_take_devices_as_the_trainer_does():
     for hosts in placements(4, 4, 3, 4):
-        order = np.array(device_order(hosts, 8, 2)).reshape(4, 3, 2)
+        order = np.array(device_order(hosts, 8, {"tensor": 2})).reshape(4, 3, 2)
         assert {key: host * 8 + first for key, (host, first) in device_numbers(hosts, 2).items()} == {
             key: order[key][0] for key in np.ndindex(4, 3)
         }

@@ -96,7 +96,7 @@ def test_what_leaves_by_each_nic_is_counted(pxn):
     some = cluster(4, 4, nics=2, rails={"pxn": pxn})
     report = made_report(micro_batches=8, schedule="1f1b", pipe=4, tensor=2, cluster=some)
     c, p, hosts = report.chosen.candidate, report.problem, report.chosen.placement.hosts
-    devices = np.array(device_order(hosts, 4, c.tensor)).reshape(c.data, c.pipe, c.tensor)
+    devices = np.array(device_order(hosts, 4, c.sizes)).reshape(c.data, c.pipe, c.tensor)
     leaving, changed = np.zeros((4, 2)), 0.0
 
     def send(one: tuple[int, int], other: tuple[int, int], size: float) -> None:

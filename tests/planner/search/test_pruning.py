@@ -39,7 +39,7 @@ HETERO = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"], nics=2)
 
 
 def candidate(space, i: int, counts: tuple[int, ...]) -> Candidate:
-    chosen = [f.name for f in dataclasses.fields(space) if f.name not in ("slots", "together")]
+    chosen = [f.name for f in dataclasses.fields(space) if f.name not in ("slots", "together", "others")]
     columns = {name: getattr(space, name)[i].item() for name in chosen}
     names = {"save": SAVE_MODES, "backward": BACKWARD, "reduce_dtype": REDUCE_DTYPES}
     columns |= {key: known[columns[key]] for key, known in names.items()}
