@@ -344,7 +344,7 @@ def coded(codec: str, options: dict, layers: int = 4) -> Trainer:
 
 
 def assert_codec_sends_under_compute(trained: Trainer, text: str, exposed: int) -> None:
-    """Assert that messages, and the parts of all but some of the first stage's layers, lie under matrix products."""
+    """Assert that messages, and the parts of all but at most `exposed` of the first stage's layers, lie under matrix products."""
     made, message = trained.compression.backward_codec, trained.compression.message
     sizes = {transfer.bytes: transfer for transfer in steady(text)}
     assert sizes.keys() == {made.wire_bytes(message.shape, message.dtype), 2 * math.prod(message.shape)}
@@ -357,7 +357,7 @@ def assert_codec_sends_under_compute(trained: Trainer, text: str, exposed: int) 
     size = sum(reducer.wire_bytes(*one) * one[1].members / (one[1].members - 1) for one in kernels)
     sent = [op for op in hlo.overlap(text, kind="all-to-all") if op.bytes == size]
     assert len(sent) == layers
-    assert sum(op.matmuls > 0 for op in sent) == layers - exposed
+    assert sum(op.matmuls > 0 for op in sent) >= layers - exposed
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def assert_codec_sends_under_compute(trained: Trainer, text: str, exposed: int) 
     ids=["int8", "int4", "rotated", "sign", "fp8", "remainder", "topk"],
 )
 def test_codecs_send_their_bytes_under_compute(codec, options):
-    """XLA does not know how long a sort takes, and leaves two layers' parts of top-k under nothing."""
+    """XLA does not know how long a sort takes, and may leave two layers' parts of top-k under nothing."""
     trained = coded(codec, options, layers=4 if codec == "int8" else 8)
     assert_codec_sends_under_compute(trained, compiled(trained).as_text(), exposed=2 if codec == "topk" else 1)
 
