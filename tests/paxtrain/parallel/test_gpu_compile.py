@@ -344,7 +344,7 @@ def coded(codec: str, options: dict, layers: int = 4) -> Trainer:
 
 
 def assert_codec_sends_under_compute(trained: Trainer, text: str, exposed: int) -> None:
-    """Assert that messages, and the parts of all but at most `exposed` of the first stage's layers, lie under matrix products."""
+    """Assert that messages lie under matrix products, and so do the parts of the first stage's layers but `exposed`."""
     made, message = trained.compression.backward_codec, trained.compression.message
     sizes = {transfer.bytes: transfer for transfer in steady(text)}
     assert sizes.keys() == {made.wire_bytes(message.shape, message.dtype), 2 * math.prod(message.shape)}
