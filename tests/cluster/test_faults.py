@@ -37,7 +37,6 @@ def test_a_killed_process_ends_the_others_at_once(lab):
         assert f"error: process {host} on pax{host}: another process has ended or hangs, after step " in lab.said
 
 
-@pytest.mark.slow
 def test_a_process_that_hangs_says_where(lab):
     found = ended(lab, "a process hangs between two steps", 1.5 * LOST + AT_ONCE)
     lab.hang.unlink()
@@ -52,7 +51,6 @@ def test_a_host_without_network_is_named(lab):
     assert "unhealthy (stopped sending heartbeats):\n2\n" in lab.said
 
 
-@pytest.mark.slow
 def test_a_slow_host_is_named(lab):
     lab.start()
     lab.wait_for_step(lab.last_step + 8)
