@@ -13,6 +13,7 @@ _TABLE = {
     "paxtrain/process": "",
     "paxtrain/xla": "paxtrain/devices",
     "paxtrain/model": "compress paxtrain/config",
+    "paxtrain/architectures": "paxtrain/config paxtrain/model",
     "paxtrain/pipeline": "compress paxtrain/config paxtrain/model paxtrain/schedule",
     "paxtrain/parallel": (
         "compress compress/codecs paxtrain/config paxtrain/model paxtrain/pipeline paxtrain/process paxtrain/schedule"
@@ -27,7 +28,7 @@ _TABLE = {
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/parallel paxtrain/process paxtrain/run "
         "paxtrain/schedule paxtrain/xla"
     ),
-    "paxtrain/huggingface": "paxtrain/config paxtrain/data paxtrain/model paxtrain/run",
+    "paxtrain/huggingface": "paxtrain/architectures paxtrain/config paxtrain/data paxtrain/model paxtrain/run",
     "paxtrain/study": (
         "compress/codecs paxtrain/config paxtrain/data paxtrain/devices paxtrain/model paxtrain/parallel "
         "paxtrain/process paxtrain/run paxtrain/xla"

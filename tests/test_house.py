@@ -107,7 +107,8 @@ def test_every_room_says_what_lives_there():
         docstring = ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text()))
         assert docstring, name
         modules = {path.stem for path in (ROOT / name).glob("*.py")} - {"__init__", "__main__"}
-        if name not in ("paxtrain", "planner"):  # whose mains README and docs/design.md list
+        # README and docs/design.md list the mains; an architecture's file is all there is of it.
+        if name not in ("paxtrain", "planner", "paxtrain/architectures"):
             assert {module for module in modules if f"{module}.py" not in docstring} == set(), name
 
 

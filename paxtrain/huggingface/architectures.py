@@ -5,19 +5,29 @@ arrays for a stacked one of ours (keys and values, gate and up). Only our vocabu
 and i + D/2.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from paxtrain import architectures as others
 from paxtrain.config import ModelConfig, read_section
 from paxtrain.errors import UserError
+from paxtrain.model.imported import imported
 from paxtrain.model.parameters import ARCHITECTURES, architecture, by_names, table, tree
 from paxtrain.model.spec import Architecture, Parameter, Params, sizes
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-_FAMILY = {kind: family for family, one in ARCHITECTURES.items() for kind in one.model_types}
+
+
+@functools.cache
+def _known() -> dict[str, tuple[dict[str, object], Architecture]]:
+    """Return by model_type the field of ModelConfig that says the architecture, and the architecture."""
+    found: list[tuple[dict[str, object], Architecture]] = [({"family": x}, one) for x, one in ARCHITECTURES.items()]
+    found += [({"module": path}, imported(path)) for path in others.paths()]
+    return {kind: entry for entry in found for kind in entry[1].model_types}
 
 
 # --- Arrays -----------------------------------------------------------------------------------------------------------
@@ -94,9 +104,8 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
         if x.dtype.name not in _FLOATS:
             raise UserError(f"array {name} is of {x.dtype.name}; {', '.join(_FLOATS)} can be imported")
         if x.shape != shape:
-            raise UserError(
-                f"array {name} is {list(x.shape)}; a {config.family} model of these sizes has {list(shape)}"
-            )
+            of = config.module or config.family
+            raise UserError(f"array {name} is {list(x.shape)}; a {of} model of these sizes has {list(shape)}")
         x = x.astype(np.float32)
         if not np.isfinite(x).all():
             raise UserError(
@@ -162,14 +171,15 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
         UserError: the architecture is not implemented, or a size or the id of a token is missing or invalid.
     """
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILY:
-        raise UserError(f"{where} is of model_type {kind!r}; {', '.join(_FAMILY)} can be imported")
+    if not isinstance(kind, str) or kind not in _known():
+        raise UserError(f"{where} is of model_type {kind!r}; {', '.join(_known())} can be imported")
+    field, one = _known()[kind]
     if quantized := values.get("quantization_config"):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise UserError(f"{where} is of a quantized model ({method}); import the one that it was made of")
     try:
-        fields, demands = ARCHITECTURES[_FAMILY[kind]].from_huggingface(values)
-        fields = {"family": _FAMILY[kind], "vocab_size": values["vocab_size"], **fields}
+        fields, demands = one.from_huggingface(values)
+        fields = {**field, "vocab_size": values["vocab_size"], **fields}
     except KeyError as error:
         raise UserError(f"{where} lacks {error.args[0]}; is it the config.json of a {kind} model?") from error
     except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:

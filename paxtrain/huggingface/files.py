@@ -16,7 +16,7 @@ from paxtrain.errors import UserError
 CONFIG, ONE_FILE = "config.json", "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
 # Arrays besides the weights in old files: masks, and angles that follow from rope_theta.
-_NO_WEIGHTS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+_NO_WEIGHTS = re.compile(r".*(att(entio)?n\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
 def write_json(path: pathlib.Path, values: Mapping[str, object]) -> None:
@@ -91,9 +91,11 @@ class ModelArrays:
         Raises:
             UserError: an array is left over, or a tied head differs from the embedding.
         """
-        tied = {"lm_head.weight"} if tied_head else set()
+        tied = {"lm_head.weight", "embed_out.weight"} if tied_head else set()
         for name in tied & self._holder.keys():
-            [embedding] = (key for key in self._read if key.endswith(("wte.weight", "embed_tokens.weight")))
+            [embedding] = (
+                key for key in self._read if key.endswith(("wte.weight", "embed_tokens.weight", "embed_in.weight"))
+            )
             if not np.array_equal(self(name), self(embedding)):
                 raise UserError(
                     f"{self._folder} has a {name} that is not its {embedding}, though its {CONFIG} ties them; if it is "

@@ -2,7 +2,8 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.14.1", "transformers==5.23.0"]
 # ///
-"""Logits by transformers and by paxtrain of the same models, both ways, for tied and untied GPT-2s and Llamas.
+"""Logits by transformers and by paxtrain of the same models, both ways, for tied and untied GPT-2s and Llamas,
+and for GPT-NeoX.
 
 In an environment with this and what requirements.txt lists:
 
@@ -41,6 +42,12 @@ def theirs(family: str, tied: bool) -> transformers.PreTrainedModel:
             rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, tie_word_embeddings=tied, **sizes,
         )  # fmt: skip
         made = transformers.LlamaForCausalLM(config)
+    elif family == "gpt_neox":
+        config = transformers.GPTNeoXConfig(
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=SEQUENCE, rotary_pct=0.25, tie_word_embeddings=tied,
+        )  # fmt: skip
+        made = transformers.GPTNeoXForCausalLM(config)
     else:
         config = transformers.GPT2Config(
             vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=64, n_layer=3, n_head=8, tie_word_embeddings=tied
@@ -57,7 +64,11 @@ def ours(family: str, tied: bool, out: pathlib.Path) -> Config:
     shape = {"layers": 3, "hidden": 64, "heads": 8, "sequence": SEQUENCE, "vocab_size": VOCABULARY, "dtype": "float32"}
     if family == "llama":
         shape |= {"kv_heads": 2, "intermediate": 160, "rope_theta": 5000.0}
-    model_values = shape | {"family": family, "tied_head": tied}
+    if family == "gpt_neox":
+        shape |= {"heads": 4, "intermediate": 160, "module": "paxtrain.architectures.gpt_neox:GPTNeoX"}
+    else:
+        shape |= {"family": family}
+    model_values = shape | {"tied_head": tied}
     return from_dict({"model": model_values, "run": {"out": str(out)}})
 
 
@@ -79,18 +90,18 @@ def difference(family: str, tied: bool, folder: pathlib.Path) -> tuple[float, fl
     assert words.decode(words("def f():")["input_ids"]) == "def f():"
     with torch.no_grad():
         again = back(torch.from_numpy(ids)).logits.numpy()
-    assert (back.lm_head.weight is back.get_input_embeddings().weight) == tied
+    assert (back.get_output_embeddings().weight is back.get_input_embeddings().weight) == tied
     return float(np.abs(mine - right).max()), float(np.abs(again - mine).max())
 
 
 def main() -> None:
     worst = 0.0
-    for family in ("gpt2", "llama"):
+    for family in ("gpt2", "llama", "gpt_neox"):
         for tied in (True, False):
             with tempfile.TemporaryDirectory() as folder:
                 found = difference(family, tied, pathlib.Path(folder))
             head = "tied" if tied else "untied"
-            print(f"{family:6} {head:7} imported {found[0]:.1e}   exported {found[1]:.1e}")
+            print(f"{family:8} {head:7} imported {found[0]:.1e}   exported {found[1]:.1e}")
             worst = max(worst, *found)
     sys.exit(worst > TOLERANCE)
 

@@ -32,12 +32,14 @@ TOLERANCE = 1e-4
 COMMON = {"vocab_size": 101, "layers": 3, "hidden": 32, "heads": 4, "sequence": 24, "dtype": "float32"}
 LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 56, "tied_head": False}
 LLAMA |= {"rope_theta": 500.0, "norm_epsilon": 1e-4}
+NEOX = "paxtrain.architectures.gpt_neox:GPTNeoX"
 logits, loss = (jax.jit(function, static_argnums=2) for function in (transformer.logits, transformer.loss))
 SHAPES = {
     "gpt2": COMMON,
     "gpt2 untied": COMMON | {"tied_head": False},
     "llama": COMMON | LLAMA | {"tied_head": True},
     "llama untied": COMMON | LLAMA,
+    "gpt_neox untied": COMMON | LLAMA | {"family": "gpt2", "kv_heads": 0, "heads": 2, "module": NEOX},
 }
 
 
@@ -79,7 +81,7 @@ def saved(params: transformer.Params, config: Config) -> None:
     tokenizer.bytes_tokenizer().save(str(out / sampling.TOKENIZER))
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama untied"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama untied", "gpt_neox untied"])
 def test_what_transformers_wrote_gives_its_logits_and_comes_back_bit_by_bit(shape, tmp_path):
     weights, results = theirs(shape)
     config = run_config(shape, tmp_path / "run")
@@ -130,7 +132,7 @@ def test_out_and_in_again_is_the_same_model(shape, tmp_path, monkeypatch):
     modes = {path.name: oct(path.stat().st_mode) for path in (tmp_path / "model").iterdir()}
     assert set(modes.values()) == {oct((tmp_path / "mine").stat().st_mode)}, modes
     names = set().union(*(safetensors.numpy.load_file(tmp_path / "model" / file) for file in files))
-    assert ("lm_head.weight" in names) == ("untied" in shape)
+    assert bool({"lm_head.weight", "embed_out.weight"} & names) == ("untied" in shape)
 
     again = run_config(shape, tmp_path / "again")
     import_model(str(tmp_path / "model"), again)
@@ -253,7 +255,7 @@ def test_a_run_of_prepared_data_exports_what_ends_its_documents(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "bert"}, ["model_type 'bert'", "gpt2, llama, mistral can be imported"]),
+        ({"model_type": "bert"}, ["model_type 'bert'", "gpt2, llama, mistral, gpt_neox can be imported"]),
         ({"hidden_size": None}, ["lacks hidden_size"]),
         ({"hidden_size": "32"}, ["has values that no llama model has"]),
         (

@@ -1,0 +1,117 @@
+"""GPT-NeoX: attention and feed-forward side by side, rotary positions on a quarter of a head, LayerNorm, biases.
+
+References:
+    Black et al. 2022, "GPT-NeoX-20B"; Biderman et al. 2023, "Pythia".
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import paxtrain.model as nn
+from paxtrain.config import ModelConfig
+from paxtrain.config.checks import require
+from paxtrain.model import spec
+from paxtrain.model.context import LayerContext
+from paxtrain.model.spec import Architecture, Demand, Parameter, Params, bias, norm, vocabulary
+
+ROTARY = 0.25  # of a head's dims
+NAMES = "gpt_neox.layers.{}."
+
+
+def linear(path: str, dims: str, name: str, init: spec.Init = "normal") -> tuple[Parameter, Parameter]:
+    """Return the kernel and the bias of a layer's product."""
+    made, _, split = f"{NAMES}{name}", *dims.split()
+    return (
+        spec.kernel(f"layers/{path}/kernel", f"layers {dims}", f"{made}.weight", init=init, transposed=True),
+        bias(f"layers/{path}/bias", f"layers {split}", f"{made}.bias"),
+    )
+
+
+def layer_norm(path: str, lead: str, name: str) -> tuple[Parameter, Parameter]:
+    dims = f"{lead} embed".strip()
+    return norm(f"{path}/scale", dims, f"{name}.weight"), bias(f"{path}/bias", dims, f"{name}.bias")
+
+
+def turned(x: jax.Array, theta: float) -> jax.Array:
+    """Apply rotary positions to the first dims of heads [B, S, N, D]."""
+    first, rest = jnp.split(x, [int(x.shape[-1] * ROTARY)], axis=-1)
+    return jnp.concatenate([nn.rotate(first, theta), rest], axis=-1)
+
+
+class GPTNeoX(Architecture):
+    model_types = ("gpt_neox",)
+
+    def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
+        heads, dims = config.heads, config.head_dim * ROTARY
+        require(
+            config.key_value_heads == heads,
+            f"GPT-NeoX has keys and values for each head: model.kv_heads={config.kv_heads} with model.heads={heads}; "
+            "model.kv_heads=0 would fit",
+        )
+        require(
+            dims % 2 == 0,
+            f"GPT-NeoX turns pairs of a quarter of a head's dimensions, and model.hidden={config.hidden} / "
+            f"model.heads={heads} leaves {config.head_dim} of them; a multiple of 8 would fit",
+        )
+        return (
+            vocabulary(config, "gpt_neox.embed_in.weight", "embed_out.weight"),
+            *layer_norm("layers/ln1", "layers", f"{NAMES}input_layernorm"),
+            *layer_norm("layers/ln2", "layers", f"{NAMES}post_attention_layernorm"),
+            *linear("qkv", "embed heads*3*head", "attention.query_key_value"),  # head by head
+            *linear("out", "heads*head embed", "attention.dense", init="residual"),
+            *linear("up", "embed ffn", "mlp.dense_h_to_4h"),
+            *linear("down", "ffn embed", "mlp.dense_4h_to_h", init="residual"),
+            *layer_norm("final_norm", "", "gpt_neox.final_layer_norm"),
+        )
+
+    def layer(self, p: Params, x: jax.Array, c: LayerContext) -> jax.Array:
+        dim, theta = c.config.head_dim, c.config.rope_theta
+        h = nn.enter(nn.norm(p["ln1"], x, c.config.norm_epsilon), c.group)
+        q, k, v = jnp.split(nn.heads(nn.columns(p["qkv"], h, "qkv"), 3 * dim), 3, axis=-1)
+        attended = nn.rows(p["out"], nn.attend(turned(q, theta), turned(k, theta), v, c), c.group)
+
+        h = nn.enter(nn.norm(p["ln2"], x, c.config.norm_epsilon), c.group)
+        wide = jax.nn.gelu(nn.columns(p["up"], h, "up").astype(jnp.float32), approximate=False).astype(x.dtype)
+        return x + nn.dropped(attended, c, 1) + nn.dropped(nn.rows(p["down"], wide, c.group), c, 2)
+
+    def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": ROTARY}
+        return {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "hidden_size": config.hidden,
+            "intermediate_size": config.ffn,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "max_position_embeddings": config.sequence,
+            "layer_norm_eps": config.norm_epsilon,
+            "rotary_pct": ROTARY,
+            "rotary_emb_base": config.rope_theta,
+            "rope_parameters": rope,
+            "use_parallel_residual": True,
+            "hidden_act": "gelu",
+            "attention_bias": True,
+        }
+
+    def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        fields = {
+            "layers": values["num_hidden_layers"],
+            "hidden": values["hidden_size"],
+            "heads": values["num_attention_heads"],
+            "kv_heads": 0,
+            "intermediate": values["intermediate_size"],
+            "tied_head": values.get("tie_word_embeddings", False),
+            "norm_epsilon": values.get("layer_norm_eps", 1e-5),
+            "rope_theta": rope.get("rope_theta", values.get("rotary_emb_base", 10_000.0)),
+        }
+        share = rope.get("partial_rotary_factor", values.get("rotary_pct", ROTARY))
+        return fields, {
+            "rotary_pct": (share, (ROTARY,)),
+            "use_parallel_residual": (values.get("use_parallel_residual", True), (True,)),
+            "hidden_act": (values.get("hidden_act", "gelu"), ("gelu",)),
+            "attention_bias": (values.get("attention_bias", True), (True,)),
+            "rope_type": (rope.get("rope_type", rope.get("type", "default")), ("default",)),
+        }
