@@ -16,9 +16,9 @@ ELEMENTWISE = _named(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index broadcast_in_dim cbrt ceil clamp clz
     complex conj convert_element_type copy copy_p cos cosh device_put digamma div empty2 eq erf erf_inv erfc exp
     exp2 expm1 floor ge gt imag integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne neg
-    nextafter not or platform_index population_count pow random_bits random_fold_in random_seed real rem round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
-    threefry2x32 xor"""
+    nextafter not or platform_index polynomial population_count pow random_bits random_fold_in random_seed real
+    rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub
+    tan tanh threefry2x32 xor"""
 )
 COSTLY = _named("cos div erf exp exp2 expm1 log log1p logistic pow rsqrt sin sqrt tan tanh")  # not computed twice
 REDUCTIONS = _named("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
