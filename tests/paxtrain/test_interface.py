@@ -167,6 +167,7 @@ def test_train_takes_what_has_a_plan(home, tmp_path, capfd):
 
 
 def test_train_refuses_a_mesh_that_does_not_fit_the_devices(home, tmp_path):
+    assert len(jax.devices()) == 8  # from now on they are in use, and train can make no others
     config = configuration(home, tmp_path / "run", mesh__data=1, **SHORT)
     with pytest.raises(paxtrain.UserError, match="is 4 devices, but there are 8; choose sizes whose product is 8"):
         paxtrain.train(config, quiet=True)

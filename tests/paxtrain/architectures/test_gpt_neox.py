@@ -40,9 +40,9 @@ def test_it_has_what_the_trainer_needs_of_a_model():
 def test_the_planner_knows_all_that_its_layer_does():
     program = layer_program(dataclasses.replace(SMALL, dtype="bfloat16"), 2, False, "dots")
     assert program.forward.unknown == program.backward.unknown == ()
-    n, d, h, s, f = 4, 8, 32, 16, 128
-    found = sum(one.m * one.n * one.k * one.times * (s and 1) for one in program.forward.products)
-    assert found == s * (h * 3 * n * d + n * d * h + 2 * h * f) // 2
+    heads, dim, hidden, wide = 4, 8, 32, 128
+    found = sum(one.m * one.n * one.k * one.times for one in program.forward.products)  # of a sequence, tensor=2
+    assert found == SMALL.sequence * (4 * hidden * heads * dim + 2 * hidden * wide) // 2
 
 
 @pytest.mark.parametrize(
