@@ -1,6 +1,6 @@
 """A tiny GPT-2 as transformers computed it, for comparison: weights, token ids, logits and loss.
 
-make_gpt2_reference.py wrote gpt2_reference.npz beside this file.
+make_references.py wrote gpt2_reference.npz beside this file.
 """
 
 import pathlib
