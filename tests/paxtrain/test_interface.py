@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 

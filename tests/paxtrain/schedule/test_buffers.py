@@ -20,7 +20,7 @@ FOLDED = ("zb_v", "dualpipe_v")
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
 SHAPES += [(name, stages, 2) for name in FOLDED for stages in range(2, 9)]
-QUICK = [x for x in SHAPES if x[2] < 4 and (x[1] < 4 or x[1] == 8 and x[2] < 3 and x[0] not in FOLDED)]
+QUICK = [x for x in SHAPES if x[2] < 4 and (x[1] < 4 or (x[1] == 8 and x[2] < 3 and x[0] not in FOLDED))]
 SHAPES = [shape if shape in QUICK else pytest.param(*shape, marks=pytest.mark.slow) for shape in SHAPES]
 
 
