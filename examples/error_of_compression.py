@@ -35,7 +35,7 @@ def run_layers(x: jax.Array, numbers: range) -> jax.Array:
     """Return the output of some layers, [B, S, H]."""
     for number in numbers:
         weights = jax.tree.map(operator.itemgetter(number), params["layers"])
-        x = transformer.layer(weights, x, model, WHOLE, None, number)
+        x, _ = transformer.layer(weights, x, model, WHOLE, None, number)
     return x
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paxtrain.model.pointwise import gelu as gelu
     from paxtrain.model.pointwise import norm as norm
     from paxtrain.model.pointwise import swiglu as swiglu
+    from paxtrain.model.tensor_parallel import averaged as averaged
     from paxtrain.model.tensor_parallel import columns as columns
     from paxtrain.model.tensor_parallel import enter as enter
     from paxtrain.model.tensor_parallel import leave as leave
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "attend": "attention",
+    "averaged": "tensor_parallel",
     "columns": "tensor_parallel",
     "dropped": "context",
     "enter": "tensor_parallel",

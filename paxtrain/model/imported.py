@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import importlib
+import math
 import re
 import sys
 import traceback
@@ -14,7 +15,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES, TENSOR
 from paxtrain.config.checks import choice, require
 from paxtrain.errors import UserError
-from paxtrain.model.spec import Architecture, Init, Parameter, Role, sizes, vocabulary
+from paxtrain.model.spec import Architecture, Aux, Init, Parameter, Role, sizes, vocabulary
 
 
 @functools.cache
@@ -91,6 +92,27 @@ def check(rows: tuple[Parameter, ...], config: ModelConfig) -> None:
         require(times == 1, f"{of} has the name {name} of Hugging Face's files {times} times; each array needs another")
     missing = {"embedding/token", "final_norm/scale"} - {p.path for p in rows}
     require(not missing, f"{of} lacks {' and '.join(sorted(missing))}, which embedding and head need")
+
+
+def check_aux(scalars: tuple[Aux, ...], config: ModelConfig) -> None:
+    """Require that scalars of a layer have names and weights.
+
+    Raises:
+        UserError: one has none.
+    """
+    of = f"model.module={config.module}: its aux()"
+    require(all(isinstance(one, Aux) for one in scalars), f"{of} must return a tuple of paxtrain.model.spec.Aux")
+    for name, times in collections.Counter(one.name for one in scalars).items():
+        require(times == 1, f"{of} has the name {name} {times} times; give each scalar a name of its own")
+    for one in scalars:
+        require(
+            isinstance(one.name, str) and re.fullmatch(r"\w+", one.name) is not None,
+            f"{of} has the name {one.name!r}; letters, digits and underscores would work",
+        )
+        require(
+            isinstance(one.weight, int | float) and math.isfinite(one.weight),
+            f"{of} gives {one.name} the weight {one.weight!r}; a finite number would work",
+        )
 
 
 def _check_place(p: Parameter, config: ModelConfig, of: str) -> None:

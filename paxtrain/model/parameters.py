@@ -8,9 +8,9 @@ from typing import Any
 
 from paxtrain.config import ModelConfig
 from paxtrain.model.gpt2 import GPT2
-from paxtrain.model.imported import check, errors_of, imported
+from paxtrain.model.imported import check, check_aux, errors_of, imported
 from paxtrain.model.llama import Llama
-from paxtrain.model.spec import Architecture, Parameter, Params, sizes
+from paxtrain.model.spec import Architecture, Aux, Parameter, Params, sizes
 
 ARCHITECTURES: dict[str, Architecture] = {"gpt2": GPT2(), "llama": Llama()}  # by ModelConfig.family
 
@@ -36,6 +36,20 @@ def table(config: ModelConfig) -> tuple[Parameter, ...]:
         rows = tuple(one.parameters(config))
     check(rows, config)
     return rows
+
+
+@functools.lru_cache(maxsize=1024)
+def aux(config: ModelConfig) -> tuple[Aux, ...]:
+    """Return the scalars that a layer returns beside its output.
+
+    Raises:
+        UserError: the architecture is one of one's own, and cannot have such scalars.
+    """
+    one = architecture(config)
+    with errors_of(config, "aux()"):
+        found = tuple(one.aux(config))
+    check_aux(found, config)
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

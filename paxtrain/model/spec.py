@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
@@ -19,6 +19,7 @@ Params: TypeAlias = dict[str, Any]
 Demand: TypeAlias = tuple[object, tuple[object, ...]]  # what a config.json says, and what is implemented
 Role: TypeAlias = Literal["kernel", "norm", "bias", "table"]
 Init: TypeAlias = Literal["normal", "residual", "ones", "zeros"]
+Scalars: TypeAlias = "dict[str, jax.Array]"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -136,6 +137,25 @@ def vocabulary(config: ModelConfig, embedding: str = "", head: str = "lm_head.we
     return table("embedding/token", "tables vocab embed", f"{embedding} {head}" if embedding else "")
 
 
+class Aux(NamedTuple):
+    """A scalar that every layer returns beside its output, such as the loss that balances experts.
+
+    The run reports it as aux/NAME: its sum over the layers, and mean over micro-batches and data ranks.
+
+    Attributes:
+        name: its name.
+        weight: factor with which it is added to the loss whose gradients are trained; 0: it is only reported.
+    """
+
+    name: str
+    weight: float = 0.0
+
+    @property
+    def metric(self) -> str:
+        """Its name in the metrics of a run."""
+        return f"aux/{self.name}"
+
+
 class Architecture:
     """The description of a family of models.
 
@@ -169,8 +189,18 @@ class Architecture:
         """
         raise NotImplementedError
 
-    def layer(self, p: Params, x: "jax.Array", c: "LayerContext") -> "jax.Array":
-        """Return the output of one layer, [B, S, H] in the compute dtype.
+    def aux(self, config: ModelConfig) -> tuple[Aux, ...]:
+        """Return the scalars that `layer` returns beside its output.
+
+        Args:
+            config: the model's shape.
+        """
+        return ()
+
+    def layer(self, p: Params, x: "jax.Array", c: "LayerContext") -> "jax.Array | tuple[jax.Array, Scalars]":
+        """Return the output of one layer, [B, S, H] in the compute dtype; if `aux` names scalars, also those by name.
+
+        The scalars are float32 [], and equal on all devices of a tensor group (see `paxtrain.model.averaged`).
 
         Args:
             p: one layer's parameters, without the leading dim.

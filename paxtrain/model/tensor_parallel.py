@@ -92,6 +92,11 @@ def leave(x: jax.Array, group: Group) -> jax.Array:
     return scatter(x, group.axis) if group.sequence else reduce(x, group.axis)
 
 
+def averaged(x: jax.Array, group: Group) -> jax.Array:
+    """Return the mean over the parts of the sequence of x, a mean over the device's own part."""
+    return reduce(x / group.parts, group.axis) if group.sequence else x
+
+
 def columns(p: dict[str, jax.Array], h: jax.Array, name: str) -> jax.Array:
     """Multiply h [B, S, H] by a kernel [H, F/T] or [H, several, F/T] that is split by columns, and add its bias if any.
 

@@ -11,6 +11,7 @@ it is, S is one device's part of the sequence between the split matrices. The tr
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from paxtrain.errors import UserError
 from paxtrain.model import cross_entropy, imported, parameters
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model.context import Dropout, LayerContext, drop
-from paxtrain.model.spec import Parameter, Params, sizes
+from paxtrain.model.spec import Parameter, Params, Scalars, sizes
 
 # Values that save="dots" keeps of a layer besides its input. No matrix product runs again, and no collective except
 # the all-gathers of sequence parallelism: their results would have the whole sequence.
@@ -100,8 +101,8 @@ def layer(
     dropout: Dropout | None,
     index: jax.Array | int,
     starts: jax.Array | None = None,
-) -> jax.Array:
-    """Return the output of one layer of the architecture, [B, S, H] in the compute dtype.
+) -> tuple[jax.Array, Scalars]:
+    """Return the output of one layer of the architecture, [B, S, H] in the compute dtype, and its scalars by name.
 
     Args:
         p: one layer's parameters, without the leading L.
@@ -112,7 +113,8 @@ def layer(
         index: the layer's number in the model; it seeds its dropout.
         starts: beginnings of the documents, see `document_starts`; None: one document per row.
     """
-    return parameters.architecture(config).layer(p, x, LayerContext(config, group, dropout, index, starts))
+    found = parameters.architecture(config).layer(p, x, LayerContext(config, group, dropout, index, starts))
+    return found if isinstance(found, tuple) else (found, {})
 
 
 @functools.lru_cache(maxsize=64)
@@ -136,22 +138,34 @@ def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> No
         """Return what all devices of the group are given."""
         return jax.ShapeDtypeStruct((tensor, *shape), dtype)
 
-    def one(weights: Params, x: jax.Array, index: jax.Array) -> jax.Array:
+    def one(weights: Params, x: jax.Array, index: jax.Array) -> tuple[jax.Array, Scalars]:
         starts = document_starts(jnp.zeros((1, config.sequence), jnp.int32), config)
         with imported.errors_of(config, "layer()"):
-            y = layer(weights, x, config, group, None, index, starts)
-        before, after = jax.typeof(x), jax.typeof(y) if isinstance(y, jax.Array) else type(y).__name__
-        if before != after:
+            found = layer(weights, x, config, group, None, index, starts)
+        names = sorted(one.name for one in parameters.aux(config))
+        scalars = f"{{{', '.join(f'{name}: float32[]' for name in names)}}}"
+        before, after = _described(x), _described(found)
+        if after != (f"({before}, {scalars})" if names else before):
             raise UserError(
                 f"model.module={config.module}: its layer() is given x as {before} and returns {after}; it must return "
-                "the same shape and dtype"
+                f"the same shape and dtype{f', and beside it {scalars}, as its aux() says' if names else ''}"
             )
-        return y
+        return found
 
     rows = [p for p in parameters.table(config) if p.lead == "layers"]
     weights = {p.names[1:]: given(p.shape(config, tensor), config.dtype if p.cast else "float32") for p in rows}
     x = given((1, config.sequence // (tensor if sequence_parallel else 1), config.hidden), config.dtype)
     jax.eval_shape(jax.vmap(one, axis_name=TENSOR), parameters.tree(weights), x, given((), "int32"))
+
+
+def _described(value: Any) -> str:
+    """Return shapes and dtypes of what a layer returns."""
+    if isinstance(value, tuple):
+        parts = [text for text in map(_described, value) if text != "{}"]
+        return f"({', '.join(parts)})" if len(parts) > 1 else parts[0]
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_described(value[name])}' for name in sorted(value))}}}"
+    return str(jax.typeof(value)) if isinstance(value, jax.Array) else type(value).__name__
 
 
 def _scaled(x: jax.Array, config: ModelConfig) -> jax.Array:
@@ -290,13 +304,17 @@ def head_gradients(
     return loss / count, norms, total, g
 
 
-def _trunk(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None) -> jax.Array:
+def _trunk(
+    params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None
+) -> tuple[jax.Array, Scalars]:
     starts = document_starts(tokens, config)
     x = embed(params["embedding"], tokens, config, tp.WHOLE, dropout, starts)
+    sums = {one.name: jnp.float32(0) for one in parameters.aux(config)}
     for i in range(config.layers):
         one = jax.tree.map(lambda w, i=i: w[i], params["layers"])
-        x = layer(one, x, config, tp.WHOLE, dropout, i, starts)
-    return x
+        x, scalars = layer(one, x, config, tp.WHOLE, dropout, i, starts)
+        sums = jax.tree.map(jnp.add, sums, scalars)
+    return x, sums
 
 
 def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
@@ -308,7 +326,7 @@ def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
         config: the model's shape.
     """
     params = cast(params, config)
-    y = _trunk(params, tokens, config, None)
+    y, _ = _trunk(params, tokens, config, None)
     x, table = _head_input(params["final_norm"], y, config, tp.WHOLE), head_table(params["embedding"], config)
     return cross_entropy.project(x, table)[..., : config.vocab_size]
 
@@ -323,7 +341,26 @@ def loss(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropou
         config: the model's shape.
         dropout: randomness of the batch; None: no dropout.
     """
+    return loss_and_scalars(params, tokens, config, dropout)[0]
+
+
+def loss_and_scalars(
+    params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None = None
+) -> tuple[jax.Array, Scalars]:
+    """Return what `loss` does, and the sums over the layers of their scalars.
+
+    Args:
+        params: canonical parameters.
+        tokens: int [B, S + 1], a micro-batch; the scalars of several ones are not those of all together.
+        config: the model's shape.
+        dropout: randomness of the batch; None: no dropout.
+    """
     params = cast(params, config)
-    y = _trunk(params, tokens[:, :-1], config, dropout)
+    y, sums = _trunk(params, tokens[:, :-1], config, dropout)
     table = head_table(params["embedding"], config)
-    return head_loss(params["final_norm"], table, y, tokens[:, 1:], config, tp.WHOLE)
+    return head_loss(params["final_norm"], table, y, tokens[:, 1:], config, tp.WHOLE), sums
+
+
+def objective(loss: jax.Array, scalars: Scalars, config: ModelConfig) -> jax.Array:
+    """Return the loss whose gradients are trained: the cross-entropy, and the layers' scalars by their weights."""
+    return loss + sum(one.weight * scalars[one.name] for one in parameters.aux(config))

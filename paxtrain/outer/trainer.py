@@ -280,7 +280,7 @@ class GroupedTrainer(Trainer):
             difference = self._difference(state, part, self.fragment)
         own: Any = TrainState(state.step, outer.skipped, weights, state.optimizer, codec)
         tokens = tokens.reshape(self.groups, -1, tokens.shape[1])
-        loss, grads, codec, left_out = self.loss_and_gradients(own.params, tokens, self._each(key), codec)
+        loss, grads, codec, left_out, scalars = self.loss_and_gradients(own.params, tokens, self._each(key), codec)
         if self.mesh.size > 1:
             # See Trainer.update. What has come of the exchange waits here, so that it lies under the gradients.
             grads, difference = lax.optimization_barrier((grads, difference))
@@ -294,7 +294,7 @@ class GroupedTrainer(Trainer):
         outer = OuterState(new.params, new.skipped, state.outer.momentum)
         codec = {**new.codec, "outer": state.codec["outer"]}
         state = GroupedState(new.step, state.skipped, state.params, new.optimizer, codec, outer)
-        return state, metrics | ({"left_out": left_out} if any(self.ranks) else {})
+        return state, metrics | self._metrics(left_out, scalars)
 
     def _part(self, params: Params, fragment: int, apart: bool = False) -> Params:
         """Return a fragment of parameters in mesh layout, as global arrays.

@@ -18,7 +18,6 @@ import flax.serialization
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,8 +26,9 @@ from compress import Codec
 from paxtrain.config import Config
 from paxtrain.config.axes import PIPE, batch_axes
 from paxtrain.errors import UserError
-from paxtrain.model import transformer
+from paxtrain.model import parameters, transformer
 from paxtrain.model.attention import settle_attention
+from paxtrain.model.spec import Scalars
 from paxtrain.parallel import compiler_options, gradients, muon
 from paxtrain.parallel.compression.named import settle_implementation
 from paxtrain.parallel.compression.settled import CodecStates, Compression
@@ -39,7 +39,7 @@ from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.weights import gather_weights
 from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.collectives import position
-from paxtrain.pipeline.stage import Share, Stage
+from paxtrain.pipeline.stage import Stage, share_of
 from paxtrain.process import compilation_cache, distributed
 from paxtrain.schedule.buffers import Buffers, assign
 from paxtrain.schedule.proof import validate
@@ -213,9 +213,8 @@ class Trainer:
 
         Its rows hold the samples that `Config.batch_samples` says; uneven data ranks have rows that no step reads.
         """
-        c = self.config
-        rows = len(c.batch_samples)
-        return jax.ShapeDtypeStruct((rows, c.model.sequence + 1), jnp.int32, sharding=self.batch_sharding)
+        shape = (len(self.config.batch_samples), self.config.model.sequence + 1)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
 
     def init(self, seed: int) -> TrainState:
         """Return the state before the first step, with the same values on every mesh.
@@ -314,29 +313,22 @@ class Trainer:
             exact: Whether weights are gathered as they are, although the configuration has a codec for them.
         """
         c = self.config
-        micro_batches = tokens.shape[0] // c.batch.micro_batch
-        share = self._share() if c.uneven else Share(self._data_rank() * tokens.shape[0])
-        tokens = tokens.reshape(micro_batches, c.batch.micro_batch, -1)
+        share = share_of(self._data_rank(), c.rank_micro_batches, c.batch.micro_batch)
+        tokens = tokens.reshape(-1, c.batch.micro_batch, tokens.shape[1])
         weights = gather_weights(self.layout, params, None if exact else self.compression.weights_codec)
         program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
         return Stage(program, weights, tokens, key, share)
-
-    def _share(self) -> Share:
-        """Return a device's part of a batch that is split unevenly over data."""
-        c, counts = self.config, np.array(self.config.rank_micro_batches, np.int32)
-        missing = counts.max() - counts
-        # Micro-batches are numbered as those of the longest rank, so the sample of micro-batch 0 may be another's.
-        samples = (np.cumsum(counts) - counts - missing) * np.int32(c.batch.micro_batch)
-        first_sample, first = (jnp.asarray(x, jnp.int32)[self._data_rank()] for x in (samples, missing))
-        return Share(first_sample, first, int(counts.sum()) / len(counts))
 
     def _data_rank(self) -> jax.Array:
         """Return the data rank of a device in the whole batch."""
         return position(batch_axes())
 
     @jax.named_scope("sync")
-    def _sum_loss(self, loss: jax.Array) -> jax.Array:
-        return lax.psum(loss, (*batch_axes(), PIPE)) / self.config.mesh.ranks
+    def _sum_losses(self, loss: jax.Array, scalars: Scalars) -> tuple[jax.Array, Scalars]:
+        """Return loss and layers' scalars of the whole mesh, in one collective."""
+        own = jnp.stack([loss, *scalars.values()]) if scalars else loss
+        sums = lax.psum(own, (*batch_axes(), PIPE)) / self.config.mesh.ranks
+        return (sums[0], dict(zip(scalars, sums[1:], strict=True))) if scalars else (sums, {})
 
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: CodecStates) -> tuple:
         """Return one device's results for `loss_and_gradients`, before they are assembled to global arrays."""
@@ -345,18 +337,21 @@ class Trainer:
         stage = self.stage(params, tokens, key)
         between = {direction: codec[direction] for direction in ("backward", "forward")}
         reduction = DataReduction(compression, self.ranks, codec["data"], codec.get("embedding", ()))
-        loss, grads, between, states = executor.loss_and_gradients(
+        loss, grads, between, states, scalars = executor.loss_and_gradients(
             stage, self.buffers, table.masked, compression.links, between, reduction
         )
         reduced = reduction.finish(grads, states)
         tables = {"embedding": reduced.tables} if compression.tables is not None else {}
         codec = spread({**between, "data": reduced.state, **tables})
-        return self._sum_loss(loss), reduced.gradients, codec, reduced.left_out[None]
+        loss, scalars = self._sum_losses(loss, scalars)
+        return loss, reduced.gradients, codec, reduced.left_out[None], scalars
 
     def loss_and_gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None = None, codec: CodecStates | None = None
-    ) -> tuple[jax.Array, Params, CodecStates, jax.Array]:
+    ) -> tuple[jax.Array, Params, CodecStates, jax.Array, Scalars]:
         """Return the mean loss over the global batch and its gradients. Traceable.
+
+        If layers return scalars with weights (`Architecture.aux`), the gradients are those of the loss plus these.
 
         Args:
             params: Parameters in mesh layout, sharded by `layout.specs()`.
@@ -366,15 +361,16 @@ class Trainer:
 
         Returns:
             The loss, float32 []; its gradients, shaped and sharded like the parameters; the new state of the
-            compression; and the relative error of each stage's compression over data, float32 [P] (see
-            reduction.Reduced).
+            compression; the relative error of each stage's compression over data, float32 [P] (see
+            reduction.Reduced); and the layers' scalars by name, float32 [], as sums over the layers and means over
+            the micro-batches.
         """
         specs, whole = self.layout.specs(), PartitionSpec()
         codec = self.compression.init() if codec is None else codec
         run = self.shard_map(
             self._local_gradients,
             in_specs=(specs, batch_spec(), whole, device_spec()),
-            out_specs=(whole, specs, device_spec(), PartitionSpec(PIPE)),
+            out_specs=(whole, specs, device_spec(), PartitionSpec(PIPE), whole),
         )
         return run(params, tokens, key, codec)
 
@@ -442,9 +438,15 @@ class Trainer:
         return jax.random.key_data(jax.random.fold_in(jax.random.key(c.run.seed), step))
 
     def _step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, grads, codec, left_out = self.loss_and_gradients(state.params, tokens, self._key(state.step), state.codec)
+        key = self._key(state.step)
+        loss, grads, codec, left_out, scalars = self.loss_and_gradients(state.params, tokens, key, state.codec)
         state, metrics = self.update(state, loss, grads, codec)
-        return state, metrics | ({"left_out": left_out} if any(self.ranks) else {})
+        return state, metrics | self._metrics(left_out, scalars)
+
+    def _metrics(self, left_out: jax.Array, scalars: Scalars) -> dict[str, jax.Array]:
+        """Return the metrics that not all configurations have."""
+        found = {one.metric: scalars[one.name] for one in parameters.aux(self.config.model)}
+        return found | ({"left_out": left_out} if any(self.ranks) else {})
 
     @functools.cached_property
     def step(self) -> Any:
@@ -457,8 +459,8 @@ class Trainer:
 
         Returns:
             The state after the step, and a dictionary of metrics: loss and grad_norm, float32 []; learning_rate,
-            float32 []; finite, bool []; and left_out, float32 [P], the relative error of each stage's compression over
-            data, if any stage compresses.
+            float32 []; finite, bool []; left_out, float32 [P], the relative error of each stage's compression over
+            data, if any stage compresses; and aux/NAME, float32 [], the layers' scalars if they have any.
         """
         return jax.jit(
             self._step,
@@ -481,7 +483,7 @@ class Trainer:
         stage = self.stage(params, tokens, None, exact=True)
         table = forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks, self.schedule.place)
         table = dataclasses.replace(table, masked=self._masked(table.masked))
-        return self._sum_loss(executor.loss_only(stage, self._assigned(table), table.masked))
+        return self._sum_losses(executor.loss_only(stage, self._assigned(table), table.masked), {})[0]
 
     @functools.cached_property
     def evaluate(self) -> jax.stages.Wrapped:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 
 from compress.codec import State, Tree, Wire
+from paxtrain.model.spec import Scalars
 from paxtrain.pipeline.program import Weights
 
 StageRow = dict[str, jax.Array]  # one stage's columns of a row of the table
@@ -23,6 +24,7 @@ class Carry(NamedTuple):
         output: activation that F made last, [B, S, H].
         residuals: ring of what F leaves for B, and B for W.
         reduced: states of the reduction over data, in a last row that reduces; otherwise ().
+        scalars: sums of the layers' scalars so far, by name; {} in evaluation.
         scratch: see Stage.scratch.
     """
 
@@ -35,6 +37,7 @@ class Carry(NamedTuple):
     output: jax.Array
     reduced: list[State]
     residuals: Tree
+    scalars: Scalars
     scratch: Tree
 
 

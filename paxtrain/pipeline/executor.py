@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress.codec import Codec, Identity
+from paxtrain.model.spec import Scalars
 from paxtrain.pipeline.carry import Carry, Mail, StageRow
 from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
 from paxtrain.pipeline.collectives import permute, position
@@ -84,7 +85,7 @@ class Rows:
         nothing: Any = ()
         if not self.train:
             zero = jnp.float32(0)
-            return Carry(nothing, nothing, nothing, inbox, link_states, zero, message, nothing, nothing, nothing)
+            return Carry(nothing, nothing, nothing, inbox, link_states, zero, message, nothing, nothing, {}, nothing)
         return Carry(
             gradient_out=message,
             gradients=ring(self.buffers.gradient_depth),
@@ -96,6 +97,7 @@ class Rows:
             # Only idle stages that compute need the scrap slot.
             residuals=self.stage.residuals(self.buffers.residual_depth + self.masked),
             reduced=nothing,
+            scalars=self.stage.no_scalars,
             scratch=self.stage.scratch() if self.masked else (),
         )
 
@@ -275,17 +277,20 @@ class Rows:
         active = (cell["forward_valid"] == 1) & (cell["forward_chunk"] == chunk)
         inbox = read(carry.inbox, (cell["input_slot"],)) if self.buffers.activation_depth else carry.inbox
 
-        def body(part: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            x, (_, residuals) = inbox, part
+        def body(part: tuple) -> tuple:
+            x, (_, residuals, sums) = inbox, part
             if kind.first and chunk == 0:
                 x = jnp.where(stage.index == 0, stage.embed(cell["forward"]), x)
             if not train:
-                return stage.output(chunk, cell["forward"], x), residuals
-            return stage.forward(chunk, cell["forward"], x, residuals, (cell["forward_slot"],))
+                return stage.output(chunk, cell["forward"], x), residuals, sums
+            y, scalars, residuals = stage.forward(chunk, cell["forward"], x, residuals, (cell["forward_slot"],))
+            # An idle stage that computes on scrap adds nothing.
+            return y, residuals, jax.tree.map(lambda total, new: total + jnp.where(active, new, 0), sums, scalars)
 
         with jax.named_scope(f"chunk_{chunk}"):
-            output, residuals = self._run("forward", cell, kind, active, body, (carry.output, carry.residuals))
-        carry = carry._replace(output=output, residuals=residuals)
+            part = (carry.output, carry.residuals, carry.scalars)
+            output, residuals, sums = self._run("forward", cell, kind, active, body, part)
+        carry = carry._replace(output=output, residuals=residuals, scalars=sums)
         if kind.head and chunk == self.program.chunks - 1:
             carry = self._head(carry, cell, active & self.last)
         return carry
@@ -313,17 +318,17 @@ class Rows:
     def _backward(self, carry: Carry, cell: StageRow, g: jax.Array, chunk: int, kind: RowKind) -> Carry:
         stage, splits = self.stage, self.program.splits
         active = (cell["backward_valid"] == 1) & (cell["backward_chunk"] == chunk)
-        ring, slot = carry.residuals, (cell["backward_slot"],)
+        ring, slot, cotangents = carry.residuals, (cell["backward_slot"],), stage.cotangents(g)
 
         def body(part: tuple) -> tuple:
             _, grads, rest, reduced = part
             if splits:
-                out, grads, rest = stage.input_gradient(chunk, rest, slot, g, grads)
+                out, grads, rest = stage.input_gradient(chunk, rest, slot, cotangents, grads)
             else:
-                cotangent, close = jnp.where(active, g, 0) if self.masked else g, self._close(kind, reduced)
-                out, grads, rest, reduced = stage.backward(
-                    chunk, cell["backward"], ring, slot, cotangent, grads, rest, close
-                )
+                own, close = cotangents, self._close(kind, reduced)
+                if self.masked:
+                    own = jax.tree.map(lambda x: jnp.where(active, x, 0), own)
+                out, grads, rest, reduced = stage.backward(chunk, cell["backward"], ring, slot, own, grads, rest, close)
             if kind.first_backward and chunk == 0:
                 grads = stage.embed_gradient(cell["backward"], out, grads, active & (stage.index == 0))
             grads, reduced = self._closed(kind, chunk, grads, reduced)
@@ -438,7 +443,7 @@ def zeros_like(weights: Weights) -> Weights:
 
 def loss_and_gradients(
     stage: Stage, buffers: Buffers, masked: bool, links: Links, states: Any, reduction: Reduction | None = None
-) -> tuple[jax.Array, Weights, Any, Any]:
+) -> tuple[jax.Array, Weights, Any, Any, Scalars]:
     """Return loss and gradients of all micro-batches of this data rank.
 
     Args:
@@ -451,19 +456,19 @@ def loss_and_gradients(
 
     Returns:
         The loss, zero except on the last stage; the gradients in float32, structured as the stage's weights; the new
-        states of the codecs; and the reduction's states. If there is a reduction, reduced gradients lie
-        at the front of the arrays.
+        states of the codecs; the reduction's states; and this stage's sums of its layers' scalars, by name. If there
+        is a reduction, reduced gradients lie at the front of the arrays.
     """
     grads = zeros_like(stage.weights)
     if stage.program.stages == 1:
-        loss, grads, reduced = one_stage(stage, grads, reduction)
-        return loss, grads, states, reduced
+        loss, scalars, grads, reduced = one_stage(stage, grads, reduction)
+        return loss, grads, states, reduced, scalars
     rows = Rows(stage, buffers, links, masked, train=True, reduction=reduction)
     carry = rows.run_all(rows.start(grads, states))
     reduced = carry.reduced
     if reduction:
         grads, reduced = _reduced(rows, carry, reduction)
-    return carry.loss, grads if reduction else carry.grads, carry.links, reduced
+    return carry.loss, grads if reduction else carry.grads, carry.links, reduced, carry.scalars
 
 
 def _reduced(rows: Rows, carry: Carry, reduction: Reduction) -> tuple[Weights, list[Any]]:

@@ -46,6 +46,7 @@ class SplitVjp:
     Weights stay in place. Only the other residuals have to be kept from F to B.
 
     Attributes:
+        output: shapes and dtypes of the function's output, a tree.
         kept: shapes and dtypes of the residuals that are not weights.
 
     Raises:
@@ -57,12 +58,13 @@ class SplitVjp:
         where: list[int] = []
 
         def probe(weights: Params, x: jax.Array, *rest: Tree) -> Tree:
-            _, vjp = jax.vjp(lambda w, x: function(w, x, *rest), weights, x)
+            y, vjp = jax.vjp(lambda w, x: function(w, x, *rest), weights, x)
             ids = {id(w): i for i, w in enumerate(jax.tree.leaves(weights))}
             where.extend(ids.get(id(residual), -1) for residual in jax.tree.leaves(vjp))
-            return vjp
+            return y, vjp
 
-        leaves, self._treedef = jax.tree.flatten(jax.eval_shape(probe, weights, x, *rest))
+        self.output, vjp = jax.eval_shape(probe, weights, x, *rest)
+        leaves, self._treedef = jax.tree.flatten(vjp)
         self._where = where
         self.kept = [leaf for leaf, w in zip(leaves, where) if w < 0]
         kernels = {w.shape for w in jax.tree.leaves(weights) if w.ndim >= 2}
@@ -74,7 +76,7 @@ class SplitVjp:
             "micro-batch; multiply with kernels as they are, or let pipeline.save=dots compute it again",
         )
 
-    def forward(self, weights: Params, x: jax.Array, *rest: Tree) -> tuple[jax.Array, list[jax.Array]]:
+    def forward(self, weights: Params, x: jax.Array, *rest: Tree) -> tuple[Tree, list[jax.Array]]:
         """Run F of the function.
 
         Args:
@@ -88,33 +90,30 @@ class SplitVjp:
         y, vjp = jax.vjp(lambda w, x: self._function(w, x, *rest), weights, x)
         return y, [leaf for leaf, w in zip(jax.tree.leaves(vjp), self._where) if w < 0]
 
-    def backward(self, weights: Params, kept: list[jax.Array], g: jax.Array) -> tuple[Params, jax.Array]:
+    def backward(self, weights: Params, kept: list[jax.Array], g: Tree) -> tuple[Params, jax.Array]:
         """Return the gradients with respect to the weights and to x.
 
         Args:
             weights: the weights that F was given.
             kept: the residuals that F returned.
-            g: gradient of the output.
+            g: gradient of the output, a tree like it.
         """
         flat, rest = jax.tree.leaves(weights), iter(kept)
         leaves = [flat[w] if w >= 0 else next(rest) for w in self._where]
         return jax.tree.unflatten(self._treedef, leaves)(g)
 
-    def backward_jaxpr(self, weights: Params, x: jax.Array, barriers: bool = False) -> core.ClosedJaxpr:
+    def backward_jaxpr(self, weights: Params, barriers: bool = False) -> core.ClosedJaxpr:
         """Return the jaxpr of `backward`, over the leaves of the weights, what is kept, and the output's gradient.
 
         Args:
             weights: the weights that F is given, or their shapes and dtypes.
-            x: its input, shaped as the output.
             barriers: see `run`.
         """
-        leaves, structure = jax.tree.flatten(weights)
-        flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*leaves, *self.kept, x)]
-        count = len(leaves)
+        leaves, structure = jax.tree.flatten((weights, self.kept, self.output))
+        flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
 
         def backward(*flat: jax.Array) -> list[jax.Array]:
-            weights = jax.tree.unflatten(structure, flat[:count])
-            return jax.tree.leaves(self.backward(weights, list(flat[count:-1]), flat[-1]))
+            return jax.tree.leaves(self.backward(*jax.tree.unflatten(structure, flat)))
 
         return inlined(backward, flat, barriers)
 
@@ -247,17 +246,15 @@ class WeightProducts:
 class AddingBackward:
     """The backward of a SplitVjp that adds the gradients of the weights to accumulators."""
 
-    def __init__(self, vjp: SplitVjp, weights: Params, x: jax.Array):
-        closed = vjp.backward_jaxpr(weights, x, barriers=True)
+    def __init__(self, vjp: SplitVjp, weights: Params):
+        closed = vjp.backward_jaxpr(weights, barriers=True)
         self._inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
         self._constants = closed.consts
         *self._gradients, self._out = closed.jaxpr.outvars
         self._products = WeightProducts(closed.jaxpr.eqns, self._gradients, [self._out])
 
     @jax.named_scope("layer")
-    def __call__(
-        self, weights: Params, kept: list[jax.Array], g: jax.Array, totals: Params
-    ) -> tuple[Params, jax.Array]:
+    def __call__(self, weights: Params, kept: list[jax.Array], g: Tree, totals: Params) -> tuple[Params, jax.Array]:
         """Return the accumulators with the gradients of the weights added, and the gradient of x.
 
         Args:
@@ -266,7 +263,7 @@ class AddingBackward:
             g: gradient of the layer's output.
             totals: accumulators of the weights' gradients.
         """
-        inputs = [*self._constants, *jax.tree.leaves(weights), *kept, g]
+        inputs = [*self._constants, *jax.tree.leaves((weights, kept, g))]
         values: JaxprEnv = dict(zip(self._inputs, inputs, strict=True))
         run(self._products.rest, values)
         leaves, structure = jax.tree.flatten(totals)

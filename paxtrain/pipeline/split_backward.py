@@ -12,12 +12,14 @@ References:
     Qi et al. 2023, Zero Bubble Pipeline Parallelism.
 """
 
+import itertools
 from collections.abc import Iterable
 
 import jax
 from jax import lax
 from jax.extend import core
 
+from compress.codec import Tree
 from paxtrain.model.transformer import Params
 from paxtrain.pipeline.residuals import SplitVjp, WeightProducts, run, value
 
@@ -36,11 +38,12 @@ class SplitBackward:
         AssertionError: W would have a collective.
     """
 
-    def __init__(self, vjp: SplitVjp, weights: Params, x: jax.Array):
-        closed = vjp.backward_jaxpr(weights, x)
-        count = len(jax.tree.leaves(weights))
+    def __init__(self, vjp: SplitVjp, weights: Params):
+        closed = vjp.backward_jaxpr(weights)
         self._constants = dict(zip(closed.constvars, closed.consts, strict=True))
-        self._weights, self._kept, self._g = closed.invars[:count], closed.invars[count:-1], closed.invars[-1]
+        flat = iter(closed.invars)
+        parts = jax.tree.leaves(weights), vjp.kept, jax.tree.leaves(vjp.output)
+        self._weights, self._kept, self._g = (list(itertools.islice(flat, len(part))) for part in parts)
         *self._gradients, self._out = closed.outvars
         self._cut(closed.eqns)
         self._place(vjp.kept)
@@ -66,7 +69,7 @@ class SplitBackward:
 
         alive, chain = needed([*self._gradients, self._out]), needed([self._out])
         late: set[int] = set()
-        incoming = {self._g}  # values that depend on the incoming gradient
+        incoming = set(self._g)  # values that depend on the incoming gradient
         for i in sorted(alive):
             if (product(i) and i not in chain) or any(maker.get(a) in late for a in inputs(i)):
                 late.add(i)
@@ -113,7 +116,7 @@ class SplitBackward:
             self._places.append(place)
 
     def input_gradient(
-        self, weights: Params, leaves: list[jax.Array], g: jax.Array
+        self, weights: Params, leaves: list[jax.Array], g: Tree
     ) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
         """Run B.
 
@@ -128,7 +131,7 @@ class SplitBackward:
         """
         values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
         values |= dict(zip(self._kept, leaves))
-        values[self._g] = g
+        values |= dict(zip(self._g, jax.tree.leaves(g), strict=True))
         run(self.input_equations, values)
         early = {n: value(values, a) for n, a in enumerate(self._gradients) if n not in self.late}
         left = {place: values[variable] for place, variable in zip(self._places, self._left, strict=True)}

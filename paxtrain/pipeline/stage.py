@@ -1,13 +1,16 @@
 """One stage of the pipeline: F, B and W of one micro-batch on one device, in place over rings and accumulators."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from compress.codec import State, Tree
-from paxtrain.model import transformer
+from paxtrain.model import parameters, transformer
+from paxtrain.model.spec import Scalars
 from paxtrain.model.transformer import Dropout, Params
 from paxtrain.pipeline.program import Close, LayerPlace, Layers, LayerStep, Program, Weights, layers_of
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
@@ -34,6 +37,24 @@ class Share(NamedTuple):
     mean: float | None = None
 
 
+def share_of(rank: jax.Array, counts: Sequence[int], micro_batch: int) -> Share:
+    """Return a data rank's part of the batch.
+
+    Args:
+        rank: position of the data rank, int32 [].
+        counts: number of micro-batches of each data rank.
+        micro_batch: sequences of a micro-batch.
+    """
+    if len(set(counts)) == 1:
+        return Share(rank * (counts[0] * micro_batch))
+    numbers = np.array(counts, np.int32)
+    missing = numbers.max() - numbers
+    # Micro-batches are numbered as those of the longest rank, so the sample of micro-batch 0 may be another's.
+    samples = (np.cumsum(numbers) - numbers - missing) * np.int32(micro_batch)
+    first_sample, first = (jnp.asarray(x, jnp.int32)[rank] for x in (samples, missing))
+    return Share(first_sample, first, int(numbers.sum()) / len(numbers))
+
+
 class Stage:
     """The operations of one device on one micro-batch: F, B and W of a chunk, the embedding and the head.
 
@@ -52,6 +73,7 @@ class Stage:
         batch: sequences of a micro-batch, B.
         message: shape and dtype of a message between stages, [B, S or S/T, H].
         index: position of the stage on the pipe axis, int32 [].
+        no_scalars: zeros for the scalars that layers return beside their outputs, by name.
     """
 
     def __init__(
@@ -86,15 +108,18 @@ class Stage:
 
         def layer(
             weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None, starts: jax.Array | None
-        ) -> jax.Array:
+        ) -> tuple[jax.Array, Scalars]:
             return transformer.layer(weights, x, program.model, program.group, dropout, index, starts)
 
         first = jnp.int32(0)
         self._vjp = SplitVjp(
             save_policy(program.save)(layer), one, x, first, self._dropout(first), self._documents(first)
         )
-        self._split = SplitBackward(self._vjp, one, x) if program.splits else None
-        self._adding = AddingBackward(self._vjp, one, x)
+        self._split = SplitBackward(self._vjp, one) if program.splits else None
+        self._adding = AddingBackward(self._vjp, one)
+        aux = parameters.aux(program.model)
+        self.no_scalars = {one.name: jnp.float32(0) for one in aux}
+        self._weights_of_scalars = {one.name: jnp.float32(one.weight / self.divisor) for one in aux}
 
     def _dropout(self, mb: jax.Array) -> Dropout | None:
         if self._dropout_key is None:
@@ -208,18 +233,20 @@ class Stage:
 
     def _run_layers(
         self, chunk: int, mb: jax.Array, x: jax.Array, residuals: list[Residuals], slot: RingIndex
-    ) -> tuple[jax.Array, list[Residuals]]:
+    ) -> tuple[jax.Array, Scalars, list[Residuals]]:
         rest = self._dropout(mb), self._documents(mb)
 
-        def step(place: LayerPlace, weights: Params, x: jax.Array, part: list) -> tuple[jax.Array, list]:
-            y, kept = self._vjp.forward(weights, x, place.number, *rest)
-            return y, write_some(part, (*slot, *place.at), dict(enumerate(kept)))
+        def step(place: LayerPlace, weights: Params, carry: tuple, part: list) -> tuple[tuple, list]:
+            x, sums = carry
+            (y, scalars), kept = self._vjp.forward(weights, x, place.number, *rest)
+            return (y, add(sums, scalars)), write_some(part, (*slot, *place.at), dict(enumerate(kept)))
 
-        return self._each_layer(chunk, x, residuals, step)
+        (y, sums), residuals = self._each_layer(chunk, (x, self.no_scalars), residuals, step)
+        return y, jax.tree.map(lambda x: x / self.divisor, sums), residuals
 
     def forward(
         self, chunk: int, mb: jax.Array, x: jax.Array, residuals: Ring, slot: RingIndex
-    ) -> tuple[jax.Array, Ring]:
+    ) -> tuple[jax.Array, Scalars, Ring]:
         """Run F of a chunk.
 
         Args:
@@ -230,15 +257,16 @@ class Stage:
             slot: index of this micro-batch in the ring.
 
         Returns:
-            The output of the chunk, and the ring with this micro-batch's residuals in their slot.
+            The output of the chunk, the sums of its layers' scalars over the divisor, and the ring with this
+            micro-batch's residuals in their slot.
         """
         if not isinstance(residuals, jax.Array):
             return self._run_layers(chunk, mb, x, residuals, slot)
-        y, _ = self._run_layers(chunk, mb, x, self._layer_residuals(()), ())
-        return y, write(residuals, slot, x)
+        y, scalars, _ = self._run_layers(chunk, mb, x, self._layer_residuals(()), ())
+        return y, scalars, write(residuals, slot, x)
 
-    def forward_once(self, chunk: int, mb: jax.Array, x: jax.Array) -> tuple[jax.Array, Ring]:
-        """Run F of a chunk whose B follows at once. Return its output and residuals without a ring.
+    def forward_once(self, chunk: int, mb: jax.Array, x: jax.Array) -> tuple[jax.Array, Scalars, Ring]:
+        """Run F of a chunk whose B follows at once. Return what `forward` does, with residuals without a ring.
 
         Args:
             chunk: number of the chunk.
@@ -258,6 +286,16 @@ class Stage:
         """
         return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
+    def cotangents(self, g: jax.Array) -> tuple[jax.Array, Scalars]:
+        """Return what the backward of a layer is given: g, of its output, and constants, of its scalars.
+
+        So no message carries what trains by the scalars.
+
+        Args:
+            g: gradient of the chunk's output, [B, S or S/T, H].
+        """
+        return g, self._weights_of_scalars
+
     def _accumulate(
         self, chunk: int, x: Tree, grads: Weights, step: LayerStep, backward: bool, close: Close | None
     ) -> tuple[Tree, Weights, list[State]]:
@@ -276,7 +314,7 @@ class Stage:
         mb: jax.Array,
         residuals: Ring,
         slot: RingIndex,
-        g: jax.Array,
+        cotangents: tuple[jax.Array, Scalars],
         grads: Weights,
         scratch: list[Residuals] | tuple[()],
         close: Close | None = None,
@@ -288,7 +326,7 @@ class Stage:
             mb: number of the micro-batch, int32 [].
             residuals: ring of residuals.
             slot: index of this micro-batch in the ring.
-            g: gradient of the chunk's output, [B, S or S/T, H].
+            cotangents: see `cotangents`; zeros on an idle stage.
             grads: gradient accumulators.
             scratch: the buffer of `scratch`.
             close: reduction of the layers' gradients, if this is the stage's last op.
@@ -297,9 +335,10 @@ class Stage:
             The gradient of the chunk's input, the accumulators with the layers' gradients added, the scratch, and the
             states of `close`.
         """
+        g, scalars = cotangents
         if isinstance(residuals, jax.Array):
             x = read(residuals, slot)
-            _, again = self._run_layers(chunk, mb, x, scratch or self._layer_residuals(()), ())
+            *_, again = self._run_layers(chunk, mb, x, scratch or self._layer_residuals(()), ())
             slot, scratch = (), again if scratch else ()
         else:
             again = residuals
@@ -307,14 +346,19 @@ class Stage:
         def step(place: LayerPlace, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
             kept = read(place.of(again), (*slot, *place.at))
             # A ring for the backward in two parts has places for more, behind those of F.
-            added, g = self._adding(weights, kept[: len(self._vjp.kept)], g, read(total, place.at))
+            added, g = self._adding(weights, kept[: len(self._vjp.kept)], (g, scalars), read(total, place.at))
             return g, write(total, place.at, added)
 
         g, grads, states = self._accumulate(chunk, g, grads, step, True, close)
         return g, grads, scratch, states
 
     def input_gradient(
-        self, chunk: int, residuals: list[Residuals], slot: RingIndex, g: jax.Array, grads: Weights
+        self,
+        chunk: int,
+        residuals: list[Residuals],
+        slot: RingIndex,
+        cotangents: tuple[jax.Array, Scalars],
+        grads: Weights,
     ) -> tuple[jax.Array, Weights, list[Residuals]]:
         """Run B of a chunk whose W comes later.
 
@@ -322,7 +366,7 @@ class Stage:
             chunk: number of the chunk.
             residuals: ring of residuals.
             slot: index of the micro-batch in the ring.
-            g: gradient of the chunk's output, [B, S or S/T, H].
+            cotangents: see `cotangents`.
             grads: gradient accumulators.
 
         Returns:
@@ -330,12 +374,12 @@ class Stage:
             ring with the values that W needs.
         """
 
-        split = self._split
+        split, (g, scalars) = self._split, cotangents
         assert split
 
         def step(place: LayerPlace, weights: Params, g: jax.Array, part: tuple) -> tuple[jax.Array, tuple]:
             (ring, total), at = part, (*slot, *place.at)
-            g, early, left = split.input_gradient(weights, read(ring, at), g)
+            g, early, left = split.input_gradient(weights, read(ring, at), (g, scalars))
             return g, (write_some(ring, at, left), add_some(total, place.at, early))
 
         segments, totals = self.program.segments, grads.chunks[chunk]

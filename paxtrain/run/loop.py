@@ -4,6 +4,7 @@ import time
 
 import jax
 
+from paxtrain.model import parameters
 from paxtrain.outer.trainer import on_host
 from paxtrain.parallel.step import TrainState
 from paxtrain.profiling.profiler import Profiler
@@ -52,6 +53,7 @@ class Loop:
         self._pending: tuple[int, Figures] | None = None
         self._last = self._started = time.perf_counter()
         self._paused = 0.0  # seconds outside of steps
+        self._aux = parameters.aux(run.config.model)
 
     def run(self, state: TrainState) -> tuple[TrainState, float]:
         """Run the remaining steps, until the last one or SIGTERM.
@@ -151,8 +153,10 @@ class Loop:
         if "left_out" in values and values["finite"]:
             run.ranks.observe(values["left_out"])
             record |= {f"left_out_stage_{s}": x for s, x in enumerate(values["left_out"])}
+        scalars = {one.name: float(values[one.metric]) for one in self._aux}
+        record |= {one.metric: scalars[one.name] for one in self._aux}
         if number % c.run.log_every == 0 or not values["finite"]:
             self.writer.write(number, record)
         if not values["finite"]:
             self.progress.say(f"step {number}: gradients are not finite, nothing was changed")
-        self.progress.update(number, float(values["loss"]), speed, seconds)
+        self.progress.update(number, {"loss": float(values["loss"])} | scalars, speed, seconds)

@@ -197,19 +197,19 @@ class ProgressLine:
         if primary and self._file.isatty():
             self._bar = tqdm(total=total, initial=initial, file=self._file, unit="step", dynamic_ncols=True)
 
-    def update(self, step: int, loss: float, tokens_per_second: float, step_seconds: float) -> None:
+    def update(self, step: int, losses: Mapping[str, float], tokens_per_second: float, step_seconds: float) -> None:
         """Show how far the run is.
 
         Args:
             step: Number of steps done.
-            loss: Loss of the last step.
+            losses: Loss of the last step, and other such figures, by name.
             tokens_per_second: Speed of the last step.
             step_seconds: Duration of the last step.
         """
         if not self._primary:
             return
         speed = f"{tqdm.format_sizeof(tokens_per_second)} tokens/s, {step_seconds * 1e3:.4g} ms/step"
-        figures = f"loss {loss:.4f}, {speed}"
+        figures = f"{', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}, {speed}"
         if self._bar is not None:
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(step - self._bar.n)

@@ -15,16 +15,17 @@ from jax.typing import ArrayLike
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import TENSOR
 from paxtrain.model import parameters, tensor_parallel, transformer
-from paxtrain.model.spec import Params
+from paxtrain.model.spec import Params, Scalars
 
 TOLERANCE = 1e-4  # of the largest value; all is computed in float32
 _BATCH = 2
 
 
 class LayerRun(NamedTuple):
-    """A layer's forward and backward: its output, and the gradients of its parameters and of its input."""
+    """A layer's forward and backward: output and scalars, and the gradients of its parameters and of its input."""
 
     output: jax.Array
+    scalars: Scalars
     weights: Params
     input: jax.Array
 
@@ -75,14 +76,18 @@ def layer_properties(config: ModelConfig, tensor: int) -> Iterator[tuple[str, Ca
 
 
 def _pulled(config: ModelConfig, group: tensor_parallel.Group) -> _Pulled:
-    """Return (weights, x, g, starts) -> LayerRun of one device, with g the gradient of the output."""
+    """Return (weights, x, g, starts) -> LayerRun of one device, with g the gradient of the output.
+
+    The scalars have the gradient 1, but 0 if all of g is.
+    """
 
     def run(weights: Params, x: jax.Array, g: jax.Array, starts: jax.Array | None = None) -> LayerRun:
-        def one(weights: Params, x: jax.Array) -> jax.Array:
+        def one(weights: Params, x: jax.Array) -> tuple[jax.Array, Scalars]:
             return transformer.layer(weights, x, config, group, None, jnp.int32(0), starts)
 
-        y, pull = jax.vjp(one, weights, x)
-        return LayerRun(y, *pull(g))
+        (y, scalars), pull = jax.vjp(one, weights, x)
+        ones = jax.tree.map(lambda s: jnp.any(g != 0).astype(s.dtype), scalars)
+        return LayerRun(y, scalars, *pull((g, ones)))
 
     return run
 
@@ -157,14 +162,20 @@ def _split(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: j
     run = jax.jit(jax.vmap(_pulled(config, tensor_parallel.Group(TENSOR, sequence)), axis_name=TENSOR))
     by_path = jax.tree_util.tree_map_with_path
     found, right = run(by_path(parts, weights), tokens(x), tokens(g)), _whole(config)(weights, x, g)
-    found = LayerRun(found.output, by_path(joined, found.weights), found.input)
-    right = LayerRun(tokens(right.output), right.weights, tokens(right.input))
+    found = found._replace(weights=by_path(joined, found.weights))
+    right = right._replace(output=tokens(right.output), input=tokens(right.input))
     of = f"with tensor={tensor}{' and sequence parallelism' if sequence else ''}"
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(right), jax.tree.leaves(found), strict=True):
         where = jax.tree_util.keystr(path, simple=True, separator="/")
         error = difference(jnp.broadcast_to(one, other.shape), other)
         assert error <= TOLERANCE, (
-            f"{of} {'the output' if where == 'output' else f'the gradient of {where}'} differs by {error:.2g} of its "
+            f"{of} {_told(where)} differs by {error:.2g} of its "
             "largest value; a layer calls paxtrain.model.enter before kernels split by columns, and leave behind those "
             "split by rows"
         )
+
+
+def _told(where: str) -> str:
+    """Return what a leaf of a LayerRun is, by its path."""
+    kind, _, name = where.partition("/")
+    return {"output": "the output", "scalars": f"its scalar {name}"}.get(kind, f"the gradient of {where}")

@@ -5,11 +5,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from paxtrain.config import Config, ModelConfig, from_dict
 from paxtrain.model import parameters, transformer
-from paxtrain.model.spec import Params
+from paxtrain.model.spec import Params, Scalars
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.schedule.schedules import SPECS
@@ -83,12 +84,17 @@ def _config(model: ModelConfig, mesh: tuple[int, int, int], schedule: str, seque
     """
     data, pipe, tensor = mesh
     splits = sequence and tensor > 1 and model.sequence % tensor == 0
-    chunks = SPECS[schedule].least_chunks if schedule in SPECS else 1
+    chunks, masked = (SPECS[schedule].least_chunks, SPECS[schedule].masked) if schedule in SPECS else (1, False)
     return from_dict(
         {
             "model": dataclasses.asdict(model),
             "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "sequence_parallel": splits},
-            "pipeline": {"schedule": schedule, "virtual_stages": chunks, "scan_layers": "on"},
+            "pipeline": {
+                "schedule": schedule,
+                "virtual_stages": chunks,
+                "scan_layers": "on",
+                "idle": "compute" if masked else "auto",  # as on GPUs
+            },
             "batch": {"global_batch": 2 * data * pipe, "micro_batch": 1},
         }
     )
@@ -99,15 +105,21 @@ def _tokens(model: ModelConfig, batch: int, seed: int = 1) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=4)
-def _right(model: ModelConfig, batch: int) -> tuple[float, Params]:
-    """Return loss and gradients of the plain model on one device."""
-    run = jax.jit(jax.value_and_grad(functools.partial(transformer.loss, config=model)))
-    loss, grads = jax.device_get(run(random_params(model), _tokens(model, batch)))
-    return float(loss), grads
+def _right(model: ModelConfig, batch: int) -> tuple[np.ndarray, Scalars, Params]:
+    """Return loss, layers' scalars and gradients of the plain model on one device, with a sample a micro-batch."""
+
+    def objective(params: Params, tokens: jax.Array) -> tuple[jax.Array, tuple]:
+        found = jax.lax.map(lambda one: transformer.loss_and_scalars(params, one[None], model), tokens)
+        loss, scalars = jax.tree.map(jnp.mean, found)
+        return transformer.objective(loss, scalars, model), (loss, scalars)
+
+    run = jax.jit(jax.value_and_grad(objective, has_aux=True))
+    (_, losses), grads = jax.device_get(run(random_params(model), _tokens(model, batch)))
+    return *losses, grads
 
 
 def _finite(model: ModelConfig) -> None:
-    loss, grads = _right(model, 8)
+    loss, _, grads = _right(model, 8)
     wrong = [_name(path) for path, g in jax.tree_util.tree_leaves_with_path(grads) if not np.isfinite(g).all()]
     assert np.isfinite(loss), f"the loss is {loss}"
     assert not wrong, f"gradients are not finite: {', '.join(wrong)}"
@@ -131,13 +143,15 @@ def _gradients(config: Config) -> None:
     tokens = jax.device_put(_tokens(model, batch), trainer.batch_sharding)
 
     @jax.jit
-    def run(params: Params, tokens: jax.Array) -> tuple[jax.Array, Params]:
-        loss, grads, *_ = trainer.loss_and_gradients(params, tokens)
-        return loss, trainer.layout.to_canonical(grads)
+    def run(params: Params, tokens: jax.Array) -> tuple[jax.Array, Scalars, Params]:
+        loss, grads, *_, scalars = trainer.loss_and_gradients(params, tokens)
+        return loss, scalars, trainer.layout.to_canonical(grads)
 
-    loss, grads = jax.device_get(run(params, tokens))
-    right_loss, right = _right(model, batch)
-    assert difference(np.float32(right_loss), loss) <= TOLERANCE, f"the loss is {loss}, not {right_loss}"
+    loss, scalars, grads = jax.device_get(run(params, tokens))
+    right_loss, right_scalars, right = _right(model, batch)
+    found, wanted = ({"loss": one, **others} for one, others in ((loss, scalars), (right_loss, right_scalars)))
+    for name, one in wanted.items():
+        assert difference(one, found[name]) <= TOLERANCE, f"the {name} is {found[name]}, not {one}"
     least = _ROUNDING * max(np.abs(g).max() for g in jax.tree.leaves(right))
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(right), jax.tree.leaves(grads), strict=True):
         error = difference(one, other, least)

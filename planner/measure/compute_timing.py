@@ -55,13 +55,14 @@ def _turns(stage: Stage, counts: jax.Array) -> tuple[object, ...]:
 
     def forward(i: jax.Array, carry: tuple) -> tuple:
         x, ring = carry
-        return stage.forward(0, i % 2, x, ring, (i % 2,))
+        y, _, ring = stage.forward(0, i % 2, x, ring, (i % 2,))
+        return y, ring
 
     # Two more turns fill both slots, whatever the count is.
     y, ring = lax.fori_loop(0, counts[0] + 2, forward, (x, stage.residuals(2)))
 
     def backward(i: jax.Array, carry: tuple) -> tuple:
-        out, grads, *_ = stage.backward(0, i % 2, ring, (i % 2,), g, carry[1], ())
+        out, grads, *_ = stage.backward(0, i % 2, ring, (i % 2,), stage.cotangents(g), carry[1], ())
         return out, grads
 
     out, grads = lax.fori_loop(0, counts[1], backward, (g, grads))
@@ -84,7 +85,7 @@ def _turns(stage: Stage, counts: jax.Array) -> tuple[object, ...]:
 
         def backward_input(i: jax.Array, carry: tuple) -> tuple:
             _, grads, ring = carry
-            return stage.input_gradient(0, ring, (i % 2,), g, grads)
+            return stage.input_gradient(0, ring, (i % 2,), stage.cotangents(g), grads)
 
         # Two more turns fill both slots for W, whatever the count is.
         out, grads, ring = lax.fori_loop(0, counts[4] + 2, backward_input, (out, grads, ring))

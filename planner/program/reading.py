@@ -101,11 +101,11 @@ class _Reader:
         group = Group(TENSOR, sequence_parallel) if tensor > 1 else WHOLE
         weights, x, *rest = arguments
 
-        def layer(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> jax.Array:
+        def layer(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> Any:
             return transformer.layer(weights, x, model, group, random, index, starts)
 
         vjp = SplitVjp(save_policy(save)(layer), weights, x, *rest)
-        split = SplitBackward(vjp, weights, x)
+        split = SplitBackward(vjp, weights)
         first = jax.make_jaxpr(lambda *of_layer: vjp.forward(*of_layer, *rest))(weights, x)
         made: Names = {}
         forward = list(operations(first.jaxpr.eqns, made))

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import paxtrain.model as nn
 from paxtrain.config import ModelConfig
 from paxtrain.model.context import LayerContext
-from paxtrain.model.spec import Architecture, Parameter, Params, bias, kernel, norm, vocabulary
+from paxtrain.model.spec import Architecture, Aux, Parameter, Params, Scalars, bias, kernel, norm, vocabulary
 from tests.paxtrain.model.recurrence import Recurrence
+from tests.paxtrain.model.routed import Routed
 
 
 class Plain(Architecture):
@@ -138,6 +139,36 @@ class Whole(Plain):
         return super().layer(p, x, c) + p["up"]["kernel"].reshape(c.config.hidden, c.config.ffn).sum()
 
 
+class NoScalars(Plain):
+    def aux(self, config: ModelConfig) -> tuple[Aux, ...]:
+        return (Aux("balance"),)
+
+
+class OtherScalars(NoScalars):
+    def layer(self, p: Params, x: jax.Array, c: LayerContext) -> tuple[jax.Array, Scalars]:
+        return super().layer(p, x, c), {"balanced": x.mean()}
+
+
+class TwoOfOneName(Plain):
+    def aux(self, config: ModelConfig) -> tuple[Aux, ...]:
+        return Aux("balance"), Aux("balance", 0.5)
+
+
+class PathAsName(Plain):
+    def aux(self, config: ModelConfig) -> tuple[Aux, ...]:
+        return (Aux("aux/balance"),)
+
+
+class NoWeight(Plain):
+    def aux(self, config: ModelConfig) -> tuple[Aux, ...]:
+        return (Aux("balance", float("nan")),)
+
+
+class NamesOnly(Plain):
+    def aux(self, config: ModelConfig) -> tuple[Aux, ...]:
+        return ("balance",)  # type: ignore[return-value]
+
+
 # --- What only `check_model` finds ------------------------------------------------------------------------------------
 
 
@@ -174,3 +205,11 @@ class OneDocument(Recurrence):
 
     def layer(self, p: Params, x: jax.Array, c: LayerContext) -> jax.Array:
         return super().layer(p, x, LayerContext(c.config, c.group, c.dropout, c.index, None))
+
+
+class OwnPart(Routed):
+    """Forgets `averaged`: each device has the scalars of its part of the sequence."""
+
+    def layer(self, p: Params, x: jax.Array, c: LayerContext) -> tuple[jax.Array, Scalars]:
+        y, scalars = super().layer(p, x, c)
+        return y, scalars | {"busiest": x.astype("float32").mean()}

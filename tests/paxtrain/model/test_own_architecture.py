@@ -28,6 +28,7 @@ from tests.sources import ROOT
 HERE = pathlib.Path(__file__).parent
 BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
 BAD, SCALED = "tests.paxtrain.model.bad_models:", "tests.paxtrain.model.scaled:Scaled"
+ROUTED = "tests.paxtrain.model.routed:Routed"
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "sequence": 16, "vocab_size": 61}
 
 
@@ -99,8 +100,10 @@ def test_a_table_that_cannot_be_trained_is_refused(module, words):
     ("module", "tensor", "words"),
     [
         ("Shorter", 1, r"its layer\(\) is given x as float32\[1,16,32\] and returns float32\[1,15,32\]"),
-        ("Pair", 1, r"is given x as float32\[1,16,32\] and returns tuple; it must return the same shape and dtype"),
+        ("Pair", 1, r"and returns \(float32\[1,16,32\], float32\[1,16,32\]\); it must return the same shape and dtype"),
         ("Misspelt", 1, r"its layer\(\) raises KeyError in line \d+: 'upp'"),
+        ("NoScalars", 1, r"returns float32\[1,16,32\]; it must .* beside it {balance: float32\[\]}, as its aux\(\)"),
+        ("OtherScalars", 1, r"returns \(float32\[1,16,32\], {balanced: float32\[\]}\); it must"),
         ("Whole", 2, r"its layer\(\) raises TypeError in line \d+: cannot reshape"),
     ],
 )
@@ -108,6 +111,20 @@ def test_a_layer_that_cannot_be_trained_is_refused_before_anything_runs(module, 
     c = config(BAD + module, mesh={"tensor": tensor})
     with pytest.raises(UserError, match=words):
         Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:tensor]))
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("TwoOfOneName", "has the name balance 2 times"),
+        ("PathAsName", "has the name 'aux/balance'; letters, digits and underscores would work"),
+        ("NoWeight", "gives balance the weight nan; a finite number would work"),
+        ("NamesOnly", "must return a tuple of paxtrain.model.spec.Aux"),
+    ],
+)
+def test_scalars_that_cannot_be_trained_are_refused(module, words):
+    with pytest.raises(UserError, match=rf"{module}: its aux\(\) {words}"):
+        parameters.aux(config(BAD + module).model)
 
 
 def test_a_layer_that_returns_another_dtype_is_refused():
@@ -184,13 +201,16 @@ def test_it_trains_continues_and_samples_by_name(tmp_path):
     given |= {"run.eval_batches": 1, "run.sample_tokens": 4, "optimizer.warmup_steps": 1, "pipeline.scan_layers": "on"}
 
     def trained(steps):
-        config = paxtrain.load_config("tiny", given | {"run.steps": steps}, model=RECURRENCE)
-        assert config.model.module == RECURRENCE
+        config = paxtrain.load_config("tiny", given | {"run.steps": steps}, model=ROUTED)
+        assert config.model.module == ROUTED
         return training.started(config).train()
 
     assert trained(2).step == 2
     further = trained(3)
     assert further.finished and list(further.steps) == [1, 2, 3] and np.isfinite(further.losses).all()
+    for line in metrics.read(home / "run" / metrics.FILE):
+        if "loss" in line:  # of two layers; equal use of the experts has the balance 1 in each
+            assert 1.9 < line["aux/balance"] < 8 and 0.5 <= line["aux/busiest"] <= 2
     assert isinstance(paxtrain.sample(home / "run", "12", 4), str)
     with pytest.raises(UserError, match="has no model_types, so it is no model of Hugging Face's files"):
         export(home / "run", home / "exported")

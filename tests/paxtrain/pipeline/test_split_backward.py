@@ -33,10 +33,10 @@ def a_layer(family: str, save: str):
     rest = jnp.int32(0), transformer.Dropout(jax.random.key_data(jax.random.key(2)), jnp.arange(2))
 
     def layer(weights, x, index, dropout):
-        return transformer.layer(weights, x, c, WHOLE, dropout, index)
+        return transformer.layer(weights, x, c, WHOLE, dropout, index)[0]
 
     vjp = SplitVjp(save_policy(save)(layer), weights, x, *rest)
-    return vjp, SplitBackward(vjp, weights, x), weights, x, rest
+    return vjp, SplitBackward(vjp, weights), weights, x, rest
 
 
 def products(jaxpr) -> int:
@@ -100,9 +100,9 @@ def test_a_collective_among_weight_gradients_is_refused():
             return [reduce(kept[0].T @ g)], g @ weights[0].T
 
         def make(_):
-            vjp = types.SimpleNamespace(kept=[x], backward=backward)
+            vjp = types.SimpleNamespace(kept=[x], output=x, backward=backward)
             vjp.backward_jaxpr = functools.partial(SplitVjp.backward_jaxpr, vjp)
-            SplitBackward(vjp, weights, x)
+            SplitBackward(vjp, weights)
             return 0
 
         jax.make_jaxpr(jax.vmap(make, axis_name="tensor"))(jnp.arange(2))

@@ -108,14 +108,14 @@ class Terminal(io.StringIO):
 def show(file, steps, **arguments):
     with ProgressLine(total=100, file=file, **arguments) as progress:
         for step in steps:
-            progress.update(step, loss=2.5, tokens_per_second=12_300.0, step_seconds=0.25)
+            progress.update(step, {"loss": 2.5, "balance": 4.0}, tokens_per_second=12_300.0, step_seconds=0.25)
     return file.getvalue()
 
 
 def test_progress_in_a_log_file_is_a_few_whole_lines():
     text = show(io.StringIO(), range(1, 101), seconds_between_lines=60.0)
     first, last = text.splitlines()
-    assert first.startswith("step 1/100: loss 2.5000, 12.3k tokens/s, 250 ms/step")
+    assert first.startswith("step 1/100: loss 2.5000, balance 4.0000, 12.3k tokens/s, 250 ms/step")
     assert last.startswith("step 100/100: ") and last.endswith("00:00 left")
     assert "\r" not in text
 

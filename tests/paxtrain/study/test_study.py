@@ -71,7 +71,7 @@ def plain_boundary(config, params, tokens):
     c = config.model
 
     def layer(i, x):
-        return transformer.layer(jax.tree.map(lambda w: w[i], params["layers"]), x, c, WHOLE, None, i)
+        return transformer.layer(jax.tree.map(lambda w: w[i], params["layers"]), x, c, WHOLE, None, i)[0]
 
     def loss(x, t):
         return transformer.head_loss(

@@ -4,10 +4,12 @@ import pytest
 
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
+from paxtrain.model import transformer
 from paxtrain.schedule.schedules import names
 from paxtrain.testing import check_model
 
 BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
+ROUTED = "tests.paxtrain.model.routed:Routed"
 BAD = "tests.paxtrain.model.bad_models:"
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "vocab_multiple": 64}
 
@@ -17,9 +19,20 @@ def test_a_recurrence_trains_on_a_mesh_as_on_one_device():
     assert len(found) == 10 and "gradients on 2x2x2 with gpipe are those of one device" in found
 
 
+def test_scalars_of_layers_train_on_a_mesh_as_on_one_device():
+    """With float32's rounding; eager_1f1b computes on scrap while a stage is idle, and zb_h1 splits the backward."""
+    check_model(ModelConfig(**SHAPE, module=ROUTED))
+
+
+def test_a_reference_without_the_weighted_scalars_is_another(monkeypatch):
+    monkeypatch.setattr(transformer, "objective", lambda loss, scalars, config: loss)
+    with pytest.raises(AssertionError, match="embedding/token differs by"):
+        check_model(ModelConfig(**SHAPE, module=ROUTED, intermediate=40), [(1, 1, 1)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", names())
-@pytest.mark.parametrize("model", [BLOCK, RECURRENCE])
+@pytest.mark.parametrize("model", [BLOCK, RECURRENCE, ROUTED])
 def test_models_train_with_every_schedule(model, schedule):
     check_model(model, schedules=["eager_1f1b", schedule])
 
@@ -37,6 +50,7 @@ def test_families_have_the_properties_too():
         pytest.param("NoEnter", "with tensor=2 the gradient of weights/ln/scale differs by", marks=pytest.mark.slow),
         ("KeepsNaN", "an input of zeros has finite gradients: not finite: output"),
         ("SeesAhead", "a token sees no later one: later tokens change the output of earlier ones by"),
+        ("OwnPart", "with tensor=2 and sequence parallelism its scalar busiest differs by"),
         pytest.param(
             "OneDocument",
             "documents do not see each other: a document changes the output of the next one by",
