@@ -227,6 +227,8 @@ def each(together: Tree, structure: jax.tree_util.PyTreeDef, count: int) -> list
         structure: structure of one state.
         count: number of states.
     """
+    if not count:
+        return []
     columns = structure.flatten_up_to(together)
     rows = zip(*columns, strict=True) if columns else [()] * count
     return [structure.unflatten(row) for row in rows]

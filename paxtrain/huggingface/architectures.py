@@ -16,8 +16,8 @@ from paxtrain import architectures as others
 from paxtrain.config import ModelConfig, read_section
 from paxtrain.errors import UserError
 from paxtrain.model.imported import imported
-from paxtrain.model.parameters import ARCHITECTURES, architecture, by_names, table, tree
-from paxtrain.model.spec import Architecture, Parameter, Params, sizes
+from paxtrain.model.parameters import ARCHITECTURES, architecture, by_names, stack, stacked, table, tree
+from paxtrain.model.spec import Architecture, Parameter, Params
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -79,8 +79,8 @@ def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
             add(p, entry[p.names[1]])
     for layer in range(config.layers):
         for p, entry in arrays:
-            if p.lead == "layers":
-                add(p, entry[p.names[1]][p.names[2]][layer], layer)
+            if p.lead == "layers" and layer in stack(config, p):
+                add(p, entry[p.names[1]][p.names[2]][stack(config, p).index(layer)], layer)
     return found
 
 
@@ -129,15 +129,15 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
         parts = [one(p, name.format(layer)) for name in p.sources]
         return np.stack(parts, axis=p.stack or 0) if len(parts) > 1 else parts[0]
 
-    def stacked(p: Parameter) -> np.ndarray:
+    def canonical(p: Parameter) -> np.ndarray:
         if p.lead != "layers":
             return joined(p)
-        found = np.empty((sizes(config)[p.lead], *p.shape(config)), np.float32)
-        for layer in range(len(found)):
-            found[layer] = joined(p, layer)
+        found = np.empty(stacked(config, p), np.float32)
+        for row, layer in enumerate(stack(config, p)):
+            found[row] = joined(p, layer)
         return found
 
-    return tree({names: stacked(p) for names, p in by_names(config).items()})
+    return tree({names: canonical(p) for names, p in by_names(config).items()})
 
 
 # --- Configuration ----------------------------------------------------------------------------------------------------

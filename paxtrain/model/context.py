@@ -34,6 +34,7 @@ class LayerContext:
         dropout: randomness of the micro-batch; None: no dropout.
         index: the layer's number in the model; it seeds its dropout.
         starts: beginnings of the documents, see `document_starts`; None: one document per row.
+        kind: the layer's kind, see `Architecture.kinds`.
     """
 
     config: ModelConfig
@@ -41,6 +42,7 @@ class LayerContext:
     dropout: Dropout | None
     index: jax.Array | int
     starts: jax.Array | None
+    kind: str = ""
 
 
 def drop(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Array | int, group: tp.Group) -> jax.Array:

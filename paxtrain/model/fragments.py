@@ -19,9 +19,9 @@ def layer_fragments(model: ModelConfig, fragments: int) -> tuple[int, ...]:
         fragments: number of fragments.
     """
     found = list[int]()
-    layer = parameters.count(model)
-    weights = [parameters.whole(model) - model.layers * layer, *[0] * (fragments - 1)]
-    for _ in range(model.layers):
+    layers = [parameters.count(model, kind=kind) for kind in parameters.kinds(model)]
+    weights = [parameters.whole(model) - sum(layers), *[0] * (fragments - 1)]
+    for layer in layers:
         found.append(weights.index(min(weights)))
         weights[found[-1]] += layer
     return tuple(found)

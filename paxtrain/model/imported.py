@@ -94,6 +94,27 @@ def check(rows: tuple[Parameter, ...], config: ModelConfig) -> None:
     require(not missing, f"{of} lacks {' and '.join(sorted(missing))}, which embedding and head need")
 
 
+def check_kinds(kinds: tuple[str, ...], rows: tuple[Parameter, ...], config: ModelConfig) -> None:
+    """Require a kind for each layer, and that parameters are of kinds that there are.
+
+    Raises:
+        UserError: a layer has none, or no layer has a parameter's.
+    """
+    of = f"model.module={config.module}: its kinds()"
+    require(
+        len(kinds) == config.layers and all(isinstance(kind, str) for kind in kinds),
+        f"{of} returns {len(kinds)} kinds for model.layers={config.layers}; it must return a string for each layer",
+    )
+    for p in rows:
+        missing = sorted(set(p.kinds) - set(kinds))
+        require(
+            not missing and (not p.kinds or p.lead == "layers"),
+            f"{of} lacks {', '.join(missing)}, of which {p.path} is; it has {', '.join(map(repr, sorted(set(kinds))))}"
+            if missing
+            else f"model.module={config.module}: {p.path} is of the kinds {', '.join(p.kinds)}; only layers have kinds",
+        )
+
+
 def check_aux(scalars: tuple[Aux, ...], config: ModelConfig) -> None:
     """Require that scalars of a layer have names and weights.
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.checks import require
 from paxtrain.model.gpt2 import GPT2
-from paxtrain.model.imported import check, check_aux, errors_of, imported
+from paxtrain.model.imported import check, check_aux, check_kinds, errors_of, imported
 from paxtrain.model.llama import Llama
-from paxtrain.model.spec import Architecture, Aux, Parameter, Params, sizes
+from paxtrain.model.spec import Architecture, Aux, Parameter, Params
 
 ARCHITECTURES: dict[str, Architecture] = {"gpt2": GPT2(), "llama": Llama()}  # by ModelConfig.family
 
@@ -53,6 +54,49 @@ def aux(config: ModelConfig) -> tuple[Aux, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
+def kinds(config: ModelConfig) -> tuple[str, ...]:
+    """Return the kind of each layer, in model order.
+
+    Raises:
+        UserError: the architecture is one of one's own, and its kinds do not fit its layers.
+    """
+    one = architecture(config)
+    with errors_of(config, "kinds()"):
+        found = tuple(one.kinds(config))
+    check_kinds(found, table(config), config)
+    return found
+
+
+def only_kind(config: ModelConfig) -> str:
+    """Return the kind of all layers.
+
+    Raises:
+        UserError: there are several.
+    """
+    found = sorted(set(kinds(config)))
+    require(
+        len(found) == 1,
+        f"plans and predictions take layers of one kind, but those of model.module={config.module} are of the kinds "
+        f"{', '.join(found)}; train it on a mesh of your choice, --config.mesh.data, pipe and tensor",
+    )
+    return found[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def stack(config: ModelConfig, parameter: Parameter) -> tuple[int, ...]:
+    """Return the layers, by number, that are stacked in a parameter of layers: those of its kinds."""
+    return tuple(i for i, kind in enumerate(kinds(config)) if parameter.of(kind))
+
+
+def of_kind(config: ModelConfig, kind: str | None = None) -> list[Parameter]:
+    """Return the parameters of a layer of a kind, or of the only one, in jax's order of nested dictionaries."""
+    kind = only_kind(config) if kind is None else kind
+    assert kind in kinds(config), f"the layers are of the kinds {sorted(set(kinds(config)))}, not {kind!r}"
+    rows = by_names(config).values()
+    return [p for p in rows if p.lead == "layers" and p.of(kind)]
+
+
+@functools.lru_cache(maxsize=1024)
 def by_names(config: ModelConfig) -> dict[tuple[str, ...], Parameter]:
     """Return the same by the keys of each path, in jax's order of nested dictionaries."""
     return {p.names: p for p in sorted(table(config), key=lambda p: p.names)}
@@ -70,7 +114,14 @@ def tree(leaves: Mapping[tuple[str, ...], Any]) -> Params:
 
 
 @functools.lru_cache(maxsize=4096)
-def count(config: ModelConfig, entry: str = "layers", role: str = "", tensor: int = 1, tables: int = 1) -> int:
+def count(
+    config: ModelConfig,
+    entry: str = "layers",
+    role: str = "",
+    tensor: int = 1,
+    tables: int = 1,
+    kind: str | None = None,
+) -> int:
     """Return the number of parameters of one layer, or of another entry of the tree, on a device.
 
     Args:
@@ -79,8 +130,10 @@ def count(config: ModelConfig, entry: str = "layers", role: str = "", tensor: in
         role: role of those that count; "": all.
         tensor: devices of a tensor group.
         tables: tables of the vocabulary that the device holds.
+        kind: the layer's kind; None: the only one.
     """
-    some = (p for p in table(config) if p.names[0] == entry and role in ("", p.role))
+    rows = of_kind(config, kind) if entry == "layers" else [p for p in table(config) if p.names[0] == entry]
+    some = (p for p in rows if role in ("", p.role))
     return sum(math.prod(p.shape(config, tensor)) * (tables if p.own[0] == "vocab" else 1) for p in some)
 
 
@@ -98,7 +151,15 @@ def attends(config: ModelConfig) -> bool:
 
 def whole(config: ModelConfig) -> int:
     """Return the number of all parameters, with the padding of the vocabulary."""
-    return sum(math.prod(p.shape(config)) * (sizes(config)[p.lead] if p.lead else 1) for p in table(config))
+    return sum(math.prod(stacked(config, p)) for p in table(config))
+
+
+def stacked(config: ModelConfig, parameter: Parameter) -> tuple[int, ...]:
+    """Return the shape of a canonical parameter, with its layers or tables stacked."""
+    own = parameter.shape(config)
+    if not parameter.lead:
+        return own
+    return (len(stack(config, parameter)) if parameter.lead == "layers" else config.tables, *own)
 
 
 def published(config: ModelConfig) -> int:
@@ -114,4 +175,4 @@ def multiplied(config: ModelConfig) -> int:
     config = dataclasses.replace(config, vocab_multiple=1)
     head = next(p for p in table(config) if p.own[0] == "vocab")
     outside = count(config, "final_norm") + math.prod(head.shape(config))
-    return config.layers * count(config) + outside
+    return sum(count(config, kind=kind) for kind in kinds(config)) + outside

@@ -49,6 +49,7 @@ class Parameter:
         files: names in Hugging Face's files, with {} for the layer's number. Several arrays are stacked here, along the
             dim that is a number or "tables".
         role: "kernel" of a matrix product with every token, "norm", "bias", or "table" whose rows are looked up.
+        kinds: kinds of the layers that have it; (): all layers.
         init: "normal" N(0, 0.02), "residual" N(0, 0.02 / sqrt(2 L)), "ones" or "zeros".
         transposed: Hugging Face's files hold the kernel as [out, in].
     """
@@ -59,6 +60,7 @@ class Parameter:
     role: Role = "kernel"
     init: Init = "normal"
     transposed: bool = False
+    kinds: tuple[str, ...] = ()
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -80,6 +82,10 @@ class Parameter:
     def split(self) -> int | None:
         """The place in `own` of the dim that tensor parallelism splits, or None."""
         return self.split_by(TENSOR)
+
+    def of(self, kind: str) -> bool:
+        """Return whether layers of a kind have it."""
+        return not self.kinds or kind in self.kinds
 
     def split_by(self, axis: str) -> int | None:
         """Return the place in `own` of the dim that an axis of the mesh splits, or None."""
@@ -188,6 +194,14 @@ class Architecture:
             values: content of the config.json.
         """
         raise NotImplementedError
+
+    def kinds(self, config: ModelConfig) -> tuple[str, ...]:
+        """Return the kind of each layer, in model order; `layer` reads it as c.kind, and parameters may have some only.
+
+        Args:
+            config: the model's shape.
+        """
+        return ("",) * config.layers
 
     def aux(self, config: ModelConfig) -> tuple[Aux, ...]:
         """Return the scalars that `layer` returns beside its output.

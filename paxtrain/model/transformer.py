@@ -23,7 +23,7 @@ from paxtrain.errors import UserError
 from paxtrain.model import cross_entropy, imported, parameters
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model.context import Dropout, LayerContext, drop
-from paxtrain.model.spec import Parameter, Params, Scalars, sizes
+from paxtrain.model.spec import Params, Scalars
 
 # Values that save="dots" keeps of a layer besides its input. No matrix product runs again, and no collective except
 # the all-gathers of sequence parallelism: their results would have the whole sequence.
@@ -50,11 +50,24 @@ def positions(starts: jax.Array) -> jax.Array:
 def shapes(config: ModelConfig) -> Params:
     """Return the canonical parameters as float32 jax.ShapeDtypeStruct."""
 
-    def shape(p: Parameter) -> tuple[int, ...]:
-        return (sizes(config)[p.lead], *p.shape(config)) if p.lead else p.shape(config)
+    every = ((names, parameters.stacked(config, p)) for names, p in parameters.by_names(config).items())
+    return parameters.tree({names: jax.ShapeDtypeStruct(shape, jnp.float32) for names, shape in every})
 
-    every = parameters.by_names(config).items()
-    return parameters.tree({names: jax.ShapeDtypeStruct(shape(p), jnp.float32) for names, p in every})
+
+def layer_params(layers: Params, config: ModelConfig, number: int) -> Params:
+    """Return the parameters of one layer, without the leading dim.
+
+    Args:
+        layers: canonical parameters of the layers.
+        config: the model's shape.
+        number: the layer's number in the model.
+    """
+    own = parameters.of_kind(config, parameters.kinds(config)[number])
+    found = {}
+    for p in own:
+        _, module, name = p.names
+        found[p.names[1:]] = layers[module][name][parameters.stack(config, p).index(number)]
+    return parameters.tree(found)
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -101,6 +114,7 @@ def layer(
     dropout: Dropout | None,
     index: jax.Array | int,
     starts: jax.Array | None = None,
+    kind: str = "",
 ) -> tuple[jax.Array, Scalars]:
     """Return the output of one layer of the architecture, [B, S, H] in the compute dtype, and its scalars by name.
 
@@ -112,14 +126,15 @@ def layer(
         dropout: randomness of the micro-batch; None: no dropout.
         index: the layer's number in the model; it seeds its dropout.
         starts: beginnings of the documents, see `document_starts`; None: one document per row.
+        kind: the layer's kind.
     """
-    found = parameters.architecture(config).layer(p, x, LayerContext(config, group, dropout, index, starts))
+    found = parameters.architecture(config).layer(p, x, LayerContext(config, group, dropout, index, starts, kind))
     return found if isinstance(found, tuple) else (found, {})
 
 
 @functools.lru_cache(maxsize=64)
 def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> None:
-    """Require that a layer of one's own returns what it is given, in shape and dtype. Nothing is computed.
+    """Require that layers of one's own return what they are given, in shape and dtype. Nothing is computed.
 
     Args:
         config: the model's shape.
@@ -138,10 +153,10 @@ def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> No
         """Return what all devices of the group are given."""
         return jax.ShapeDtypeStruct((tensor, *shape), dtype)
 
-    def one(weights: Params, x: jax.Array, index: jax.Array) -> tuple[jax.Array, Scalars]:
+    def one(kind: str, weights: Params, x: jax.Array, index: jax.Array) -> tuple[jax.Array, Scalars]:
         starts = document_starts(jnp.zeros((1, config.sequence), jnp.int32), config)
         with imported.errors_of(config, "layer()"):
-            found = layer(weights, x, config, group, None, index, starts)
+            found = layer(weights, x, config, group, None, index, starts, kind)
         names = sorted(one.name for one in parameters.aux(config))
         scalars = f"{{{', '.join(f'{name}: float32[]' for name in names)}}}"
         before, after = _described(x), _described(found)
@@ -152,10 +167,12 @@ def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> No
             )
         return found
 
-    rows = [p for p in parameters.table(config) if p.lead == "layers"]
-    weights = {p.names[1:]: given(p.shape(config, tensor), config.dtype if p.cast else "float32") for p in rows}
     x = given((1, config.sequence // (tensor if sequence_parallel else 1), config.hidden), config.dtype)
-    jax.eval_shape(jax.vmap(one, axis_name=TENSOR), parameters.tree(weights), x, given((), "int32"))
+    for kind in dict.fromkeys(parameters.kinds(config)):
+        rows = parameters.of_kind(config, kind)
+        weights = {p.names[1:]: given(p.shape(config, tensor), config.dtype if p.cast else "float32") for p in rows}
+        run = jax.vmap(functools.partial(one, kind), axis_name=TENSOR)
+        jax.eval_shape(run, parameters.tree(weights), x, given((), "int32"))
 
 
 def _described(value: Any) -> str:
@@ -310,9 +327,9 @@ def _trunk(
     starts = document_starts(tokens, config)
     x = embed(params["embedding"], tokens, config, tp.WHOLE, dropout, starts)
     sums = {one.name: jnp.float32(0) for one in parameters.aux(config)}
-    for i in range(config.layers):
-        one = jax.tree.map(lambda w, i=i: w[i], params["layers"])
-        x, scalars = layer(one, x, config, tp.WHOLE, dropout, i, starts)
+    for i, kind in enumerate(parameters.kinds(config)):
+        one = layer_params(params["layers"], config, i)
+        x, scalars = layer(one, x, config, tp.WHOLE, dropout, i, starts, kind)
         sums = jax.tree.map(jnp.add, sums, scalars)
     return x, sums
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from paxtrain.config.axes import PIPE
+from paxtrain.config.checks import require
 from paxtrain.model.fragments import layer_fragments
 from paxtrain.parallel.layout import Layout, Params
 
@@ -32,6 +33,15 @@ class Fragments:
     """
 
     layout: Layout
+
+    def __post_init__(self) -> None:
+        """Require layers of one kind, if they are exchanged in parts."""
+        kinds = sorted(set(self.layout.slot_kinds))
+        require(
+            self.count == 1 or len(kinds) == 1,
+            f"outer.fragments={self.count} exchanges layers in turn, but those of this model are of the kinds "
+            f"{', '.join(kinds)}; outer.fragments=1 exchanges all at once",
+        )
 
     @property
     def count(self) -> int:

@@ -187,9 +187,9 @@ def _compressed_layers(
     layout, chosen = compression.layout, compression.compressed_kernels(level)
     assert compression.reducer
     reducer = compression.reducer.at(level)
-    dims = jax.tree.map(without_stage, layout.data_dims()["layers"])
-    gradients = {(i, *path): layer[path[0]][path[1]] for i, layer in enumerate(layers) for path in _paths(layer)}
-    places = [(i, *path) for i in range(len(layers)) for path in compression.data_kernels]
+    dims = layout.data_dims()["layers"]
+    gradients = {(i, *path): layer[path[0]][path[1]] for i, layer in enumerate(layers) for path in paths(layer)}
+    places = [(i, *path) for i in range(len(layers)) for path in compression.data_kernels if (i, *path) in gradients]
     used = [n for n, (_, *path) in enumerate(places) if tuple(path) in chosen]
     states = each(state, compression.data_structure, len(places))
     for n in set(range(len(places))) - set(used):
@@ -199,16 +199,20 @@ def _compressed_layers(
 
     compressed = [places[n] for n in used]
     shards = [compression.shards[place[1:]] for place in compressed]
-    wire, kept = reducer.encode([states[n] for n in used], [gradients[place] for place in compressed], shards)
-    arrived = reducer.exchange(wire, kept, shards)
-    some, left_out = reducer.update(arrived, kept, shards)
-    for n, new in zip(used, some, strict=True):
-        states[n] = new
+    decoded, left_out = list[jax.Array](), LeftOut(jnp.float32(0), jnp.float32(0))
+    if used:  # layers of some kinds may have no kernel that is compressed
+        wire, kept = reducer.encode([states[n] for n in used], [gradients[place] for place in compressed], shards)
+        arrived = reducer.exchange(wire, kept, shards)
+        some, left_out = reducer.update(arrived, kept, shards)
+        for n, new in zip(used, some, strict=True):
+            states[n] = new
+        decoded = reducer.decode(arrived, kept, shards)
 
     rest = [place for place in gradients if place not in compressed]
-    dense = _packed_means(layout, [gradients[p] for p in rest], [dims[name][leaf] for _, name, leaf in rest])
+    along = [without_stage(dims[name][leaf]) for _, name, leaf in rest]
+    dense = _packed_means(layout, [gradients[place] for place in rest], along)
     reduced = dict(zip(rest, dense, strict=True))
-    reduced |= dict(zip(compressed, reducer.decode(arrived, kept, shards), strict=True))
+    reduced |= dict(zip(compressed, decoded, strict=True))
     return _trees(layers, reduced), stored(states), left_out
 
 
@@ -234,7 +238,8 @@ def sum_over_axes(layout: Layout, tree: Params) -> Params:
     return jax.tree.unflatten(structure, values)
 
 
-def _paths(layer: Params) -> list[tuple[str, str]]:
+def paths(layer: Params) -> list[tuple[str, str]]:
+    """Return module and parameter of each array of a layer."""
     return [(name, leaf) for name in layer for leaf in layer[name]]
 
 
@@ -259,9 +264,11 @@ def reduce_layers(
     """
     if level:
         return _compressed_layers(compression, layers, state, level)
-    dims = jax.tree.map(without_stage, compression.layout.data_dims()["layers"])
-    zero = jnp.float32(0)
-    return means(compression.layout, layers, [dims] * len(layers)), state, LeftOut(zero, zero)
+    dims, zero = compression.layout.data_dims()["layers"], jnp.float32(0)
+    own = [
+        {name: {leaf: without_stage(dims[name][leaf]) for leaf in layer[name]} for name in layer} for layer in layers
+    ]
+    return means(compression.layout, layers, own), state, LeftOut(zero, zero)
 
 
 def without_stage(dim: int) -> int:

@@ -4,7 +4,8 @@ Canonical parameters are those of `model.transformer`: layers stacked in model o
 distributes them over the axes data, pipe and tensor, with P stages of R layer slots each. R is the number of chunks
 times the most layers of a virtual stage; slots without a layer stay zero.
 
-    layers             [P*R, ...] over pipe; stage s holds the rows of its chunks, chunk after chunk
+    layers             [P*R, ...] over pipe; stage s holds the rows of its chunks, chunk after chunk; of a parameter
+                       that only some kinds of layers have, R counts the slots of these kinds
     embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 are in use: the two copies of a tied table, or the
                        embedding's table and an untied head's; other rows are zero. If one stage holds the first and
                        the last virtual stage, a tied table is in row 0, and untied ones are the first of [2P, V, H].
@@ -17,6 +18,7 @@ is split over data (Rajbhandari et al. 2020, stage 1, with the master weights sp
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +34,7 @@ from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Parameter, Params
 from paxtrain.model.tensor_parallel import WHOLE, Group
 from paxtrain.pipeline.program import Program
+from paxtrain.schedule.slots import filled, shared_slots
 from paxtrain.schedule.stage_map import StageMap
 
 
@@ -75,10 +78,21 @@ class Layout:
         """Number of layers of each virtual stage, in model order."""
         return self.config.stage_layers
 
+    @functools.cached_property
+    def slot_kinds(self) -> tuple[str, ...]:
+        """Kinds of the layer slots of a chunk."""
+        return shared_slots(self._kinds)
+
     @property
     def slots(self) -> int:
         """Number of layer slots of a chunk."""
-        return max(self.counts)
+        return len(self.slot_kinds)
+
+    @functools.cached_property
+    def _kinds(self) -> list[tuple[str, ...]]:
+        """Kinds of the layers of each virtual stage."""
+        kinds = iter(parameters.kinds(self.config.model))
+        return [tuple(itertools.islice(kinds, count)) for count in self.counts]
 
     @functools.cached_property
     def layer_of(self) -> np.ndarray:
@@ -86,9 +100,20 @@ class Layout:
         starts = np.cumsum((0, *self.counts))
         table = np.full((self.stages, self.chunks, self.slots), -1)
         for (chunk, stage), virtual in np.ndenumerate(self.stage_map.virtual_of):
-            count = self.counts[virtual]
-            table[stage, chunk, :count] = np.arange(starts[virtual], starts[virtual] + count)
+            own = list(filled(self.slot_kinds, self._kinds[virtual]))
+            table[stage, chunk, own] = np.arange(starts[virtual], starts[virtual + 1])
         return table
+
+    def places(self, row: Parameter) -> list[int]:
+        """Return the slots of a chunk that have a parameter of layers."""
+        return [slot for slot, kind in enumerate(self.slot_kinds) if row.of(kind)]
+
+    def _stacked(self, path: tuple) -> np.ndarray:
+        """Return the row of the canonical stack in each row of a parameter of layers in mesh layout, or -1."""
+        row = self.row(path)
+        layers = self.layer_of[:, :, self.places(row)].reshape(-1)
+        number = {layer: i for i, layer in enumerate(parameters.stack(self.config.model, row))} | {-1: -1}
+        return np.array([number[layer] for layer in layers.tolist()])
 
     @functools.cached_property
     def program(self) -> Program:
@@ -98,7 +123,7 @@ class Layout:
             model=config.model,
             stage_map=self.stage_map,
             layer_of=tuple(tuple(tuple(map(int, slots)) for slots in stage) for stage in self.layer_of),
-            counts=self.counts,
+            slots=self.slot_kinds,
             save=config.pipeline.save,
             scan_layers=config.pipeline.scans(self.counts),
             splits=config.pipeline.spec.splits and self.stages > 1,
@@ -201,10 +226,10 @@ class Layout:
 
     def from_canonical(self, params: Params) -> Params:
         """Convert canonical parameters, or a tree shaped like them, to mesh layout."""
-        rows = self.layer_of.reshape(-1)
 
         def place(path: tuple, x: jax.Array) -> jax.Array:
             if names(path)[0] == "layers":
+                rows = self._stacked(path)
                 if (rows == np.arange(len(rows))).all():
                     return x
                 used = jnp.asarray(rows >= 0).reshape(-1, *[1] * (x.ndim - 1))
@@ -220,11 +245,11 @@ class Layout:
 
     def to_canonical(self, params: Params) -> Params:
         """Convert mesh layout to canonical parameters, without padding and second copies."""
-        rows = self.layer_of.reshape(-1)
-        order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
 
         def collect(path: tuple, x: jax.Array) -> jax.Array:
             if names(path)[0] == "layers":
+                rows = self._stacked(path)
+                order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
                 return x if (rows == np.arange(len(rows))).all() else x[order]
             if self.holds_tables(path):
                 return x[np.array([0, 1 if len(self.ends) == 1 else -1])]
@@ -238,7 +263,6 @@ class Layout:
         Layers of uneven or interleaved stages cannot be split over pipe in model order. Pipe then splits another dim,
         so that all processes write a checkpoint together and none has to hold it whole.
         """
-        same_order = bool((self.layer_of.reshape(-1) == np.arange(self.layer_of.size)).all())
 
         def spec(path: tuple, x: jax.ShapeDtypeStruct) -> PartitionSpec:
             parts = list(self._spec(path, x.shape, data=True))
@@ -246,7 +270,8 @@ class Layout:
                 return PartitionSpec(None, *parts[1:])
             if names(path)[0] != "layers":
                 return PartitionSpec(*parts[1:])
-            if not same_order:
+            rows = self._stacked(path)
+            if (rows != np.arange(len(rows))).any():
                 sizes = self.config.mesh.sizes
                 parts[0] = None
                 for dim in range(1, len(parts)):

@@ -46,9 +46,11 @@ def route(layout: Layout) -> list[Params]:
     From one to the next a single axis (data, then tensor) moves, which is an all-to-all. If two moved at once, XLA
     would gather the whole array.
     """
-    mesh, rows = layout.config.mesh, layout.layer_of.size // layout.stages
+    mesh = layout.config.mesh
+    shapes = dict(jax.tree_util.tree_leaves_with_path(layout.shapes))
 
     def move(path: tuple, spec: PartitionSpec, axis: str, size: int) -> PartitionSpec:
+        rows = shapes[path].shape[0] // layout.stages
         first, *inner = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
         dealt = math.prod(mesh.sizes[other] for other in first if other != PIPE)
         splits = is_matrix(layout.config.model, path) and any(axis in entry for entry in inner)

@@ -16,6 +16,7 @@ from jax import lax
 from compress.codec import State, Tree
 from compress.reducer import LeftOut, each, stored
 from paxtrain.config.axes import AXES, PIPE
+from paxtrain.model import parameters
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.embedding import scatter_dim
@@ -83,11 +84,11 @@ class DataReduction:
 
     def _states(self, state: Tree, stats: LeftOut) -> list[State]:
         """Return the state of each layer slot, given that of all; the first one has all statistics."""
-        slots, count = self.layout.chunks * self.layout.slots, len(self.compression.data_kernels)
-        if not count:
-            return [()] * slots
-        kernels = each(state, self.compression.data_structure, slots * count)
-        own = [stored(kernels[i * count : (i + 1) * count]) for i in range(slots)]
+        slots = self.compression.slot_kernels
+        if not any(slots):
+            return [()] * len(slots)
+        kernels = iter(each(state, self.compression.data_structure, sum(map(len, slots))))
+        own = [stored([next(kernels) for _ in paths]) for paths in slots]
         zero = LeftOut(*map(jnp.zeros_like, stats))
         return [LayerState(kernels, zero if i else stats) for i, kernels in enumerate(own)]
 
@@ -162,11 +163,11 @@ class DataReduction:
 
     def _joined(self, states: list[State]) -> Tree:
         """Return the state of all layers, given that of each."""
-        count = len(self.compression.data_kernels)
-        if not count:
+        slots = self.compression.slot_kernels
+        if not any(slots):
             return ()
-        structure = self.compression.data_structure
-        return stored([one for state in states for one in each(state.kernels, structure, count)])
+        structure, both = self.compression.data_structure, zip(states, slots, strict=True)
+        return stored([one for state, paths in both for one in each(state.kernels, structure, len(paths))])
 
     @jax.named_scope("reduce_gradients")
     def finish(self, grads: Weights, states: list[State]) -> Reduced:
@@ -188,10 +189,14 @@ class DataReduction:
             table = table[None]
         else:
             table = front(table, dims["embedding"]["token"])
-        layers = [jax.tree.map(front, part, dims["layers"]) for part in parts]
+        rows: dict[tuple[str, str], list[jax.Array]] = {}
+        for part in parts:
+            for name, leaf in gradients.paths(part):
+                own = front(part[name][leaf], dims["layers"][name][leaf])
+                rows.setdefault((name, leaf), []).append(own)
         tree = {
             "embedding": {"token": table, **{k: front(x, dims["embedding"][k]) for k, x in embedding.items()}},
-            "layers": jax.tree.map(lambda *slots: jnp.concatenate(slots), *layers),
+            "layers": parameters.tree({path: jnp.concatenate(slots) for path, slots in sorted(rows.items())}),
             "final_norm": {k: front(x[None], dims["final_norm"][k]) for k, x in grads.final_norm.items()},
         }
         tree = gradients.sum_over_axes(layout, tree)

@@ -18,7 +18,7 @@ from compress.codec import Codec
 from compress.collectives import packed_gather
 from compress.reducer import Shard, gather
 from paxtrain.config.axes import DATA, PIPE
-from paxtrain.model import transformer
+from paxtrain.model import parameters, transformer
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.pipeline.program import Segment, Weights
 from paxtrain.pipeline.rings import only_if
@@ -125,25 +125,36 @@ def gather_weights(layout: Layout, shards: Params, codec: Codec | None = None) -
         codec: Codec of the layers' kernels; None: they are gathered as they are.
     """
 
-    def weights(tree: Params, take: Callable[[str, Params, int | slice], Params]) -> Weights:
-        """Arrange a mesh-layout tree as Weights; `take` returns one row of an entry, or several for scanned layers."""
+    def weights(tree: Params, take: Callable[[str, Params, Params], Params]) -> Weights:
+        """Arrange a mesh-layout tree as Weights; `take` returns a row of each array, or several for scanned layers."""
 
-        def segment(first: int, segment: Segment) -> Params | list[Params]:
+        def layers(chunk: int, segment: Segment, start: int, count: int) -> Params:
+            """Return one layer of a segment, or `count` stacked ones."""
+            own, rows = {}, {}
+            for p in parameters.of_kind(layout.config.model, segment.kind):
+                places = layout.places(p)
+                row = chunk * len(places) + places.index(start)
+                own[p.names[1:]] = tree["layers"][p.names[1]][p.names[2]]
+                rows[p.names[1:]] = slice(row, row + count) if count else row
+            return take("layers", parameters.tree(own), parameters.tree(rows))
+
+        def segment(chunk: int, segment: Segment) -> Params | list[Params]:
             if segment.scan:
-                return take("layers", tree["layers"], slice(first, first + segment.count))
-            return [take("layers", tree["layers"], first + i) for i in range(segment.count)]
+                return layers(chunk, segment, segment.start, segment.count)
+            return [layers(chunk, segment, segment.start + i, 0) for i in range(segment.count)]
 
-        firsts = [chunk * layout.slots for chunk in range(layout.chunks)]
-        chunks = [[segment(first + s.start, s) for s in layout.program.segments] for first in firsts]
+        chunks = [[segment(chunk, s) for s in layout.program.segments] for chunk in range(layout.chunks)]
         rest = {name: x for name, x in tree["embedding"].items() if name != "token"}
-        return Weights(take("embedding", rest, 0), chunks, take("final_norm", tree["final_norm"], 0))
+        ends = [("embedding", rest), ("final_norm", tree["final_norm"])]
+        embedding, final_norm = (take(entry, part, dict.fromkeys(part, 0)) for entry, part in ends)
+        return Weights(embedding, chunks, final_norm)
 
-    def cast(entry: str, tree: Params, rows: int | slice) -> Params:
-        return transformer.cast(jax.tree.map(lambda x: x[rows], tree), layout.config.model, entry)
+    def cast(entry: str, tree: Params, rows: Params) -> Params:
+        return transformer.cast(jax.tree.map(lambda x, row: x[row], tree, rows), layout.config.model, entry)
 
-    def shifted(_: str, dims: Params, rows: int | slice) -> Params:
-        lost = 1 if isinstance(rows, int) else 0  # a single row has lost its dim
-        return jax.tree.map(lambda dim: max(dim - lost, -1), dims)
+    def shifted(_: str, dims: Params, rows: Params) -> Params:
+        # A single row has lost its dim.
+        return jax.tree.map(lambda dim, row: max(dim - isinstance(row, int), -1), dims, rows)
 
     found, dims = weights(shards, cast), weights(layout.data_dims(), shifted)
     table, dim = shards["embedding"]["token"], layout.data_dims()["embedding"]["token"]

@@ -1,6 +1,7 @@
 """Arguments of a stage's code: its weights by segment, the static facts of the pipeline, a layer's place in it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -41,12 +42,14 @@ class Segment:
     """Consecutive layer slots of a chunk that run as one piece.
 
     Attributes:
+        kind: kind of its layers.
         start: first slot.
         count: number of slots.
-        optional: whether some virtual stages have no layer here and skip the segment (uneven stages).
+        optional: whether some virtual stages have no layer here and skip the segment.
         scan: whether the layers run in a loop over one compiled layer.
     """
 
+    kind: str
     start: int
     count: int
     optional: bool
@@ -61,7 +64,7 @@ class Program:
         model: shape of the model.
         stage_map: which stage holds which virtual stage.
         layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
-        counts: number of layers of each virtual stage, in model order.
+        slots: kinds of the layer slots of a chunk.
         save: values that a forward keeps for its backward, see PipelineConfig.save.
         scan_layers: whether the common layers run in a loop over one compiled layer.
         splits: whether the backward runs as B and W.
@@ -73,7 +76,7 @@ class Program:
     model: ModelConfig
     stage_map: StageMap
     layer_of: tuple
-    counts: tuple[int, ...]
+    slots: tuple[str, ...]
     save: str
     scan_layers: bool
     splits: bool
@@ -97,14 +100,18 @@ class Program:
         assert self.pipe, "one stage has no rows with messages"
         return self.pipe if self.data is None else (self.data, self.pipe)
 
-    @property
+    @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Segments of a chunk: the layers that all virtual stages have, then each further slot by itself."""
-        common, slots = min(self.counts), max(self.counts)
-        return (
-            Segment(0, common, optional=False, scan=self.scan_layers),
-            *(Segment(slot, 1, optional=True, scan=False) for slot in range(common, slots)),
-        )
+        """Segments of a chunk: runs of slots of one kind that all virtual stages fill, other slots by themselves."""
+        found = list[Segment]()
+        for slot, kind in enumerate(self.slots):
+            optional = any(chunk[slot] < 0 for stage in self.layer_of for chunk in stage)
+            last = found[-1] if found else None
+            if last and last.kind == kind and not (optional or last.optional):
+                found[-1] = dataclasses.replace(last, count=last.count + 1)
+            else:
+                found.append(Segment(kind, slot, 1, optional, scan=self.scan_layers and not optional))
+        return tuple(found)
 
 
 class LayerPlace(NamedTuple):

@@ -12,7 +12,7 @@ from compress.codec import State, Tree
 from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Scalars
 from paxtrain.model.transformer import Dropout, Params
-from paxtrain.pipeline.program import Close, LayerPlace, Layers, LayerStep, Program, Weights, layers_of
+from paxtrain.pipeline.program import Close, LayerPlace, Layers, LayerStep, Program, Segment, Weights, layers_of
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
 from paxtrain.pipeline.rings import RingIndex, add, add_some, always, only_if, read, write, write_some
 from paxtrain.pipeline.split_backward import SplitBackward
@@ -55,6 +55,25 @@ def share_of(rank: jax.Array, counts: Sequence[int], micro_batch: int) -> Share:
     return Share(first_sample, first, int(numbers.sum()) / len(numbers))
 
 
+class TracedLayer(NamedTuple):
+    """A layer of one kind: F and the backward, whole or in two parts.
+
+    Attributes:
+        vjp: F, and what it keeps.
+        split: B and W; None if the schedule does not split the backward.
+        adding: the whole backward.
+    """
+
+    vjp: SplitVjp
+    split: SplitBackward | None
+    adding: AddingBackward
+
+    @property
+    def leaves(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what waits in a ring."""
+        return self.split.leaves if self.split else self.vjp.kept
+
+
 class Stage:
     """The operations of one device on one micro-batch: F, B and W of a chunk, the embedding and the head.
 
@@ -84,7 +103,7 @@ class Stage:
         dropout_key: jax.Array | None,
         share: Share,
     ) -> None:
-        """Trace one layer to find its residuals.
+        """Trace a layer of each kind to find its residuals.
 
         Args:
             program: static facts of the pipeline.
@@ -102,24 +121,31 @@ class Stage:
         self._starts = transformer.document_starts(tokens[..., :-1], program.model)
         self.index = lax.axis_index(program.pipe) if program.pipe else jnp.int32(0)
         self._layer_of = jnp.asarray(program.layer_of, jnp.int32)[self.index]
-        segment = weights.chunks[0][0]
-        one = segment[0] if isinstance(segment, list) else jax.tree.map(lambda w: w[0], segment)
-        x = jnp.zeros(self.message.shape, self.message.dtype)
+        of_kind = {s.kind: part for s, part in zip(program.segments, weights.chunks[0], strict=True)}
+        self._traced = {kind: self._trace(kind, part) for kind, part in of_kind.items()}
+        aux = parameters.aux(program.model)
+        self.no_scalars = {one.name: jnp.float32(0) for one in aux}
+        self._weights_of_scalars = {one.name: jnp.float32(one.weight / self.divisor) for one in aux}
+
+    def _trace(self, kind: str, part: Layers) -> TracedLayer:
+        """Return a layer of a kind, traced with the weights of a segment."""
+        program, first = self.program, jnp.int32(0)
+        one = part[0] if isinstance(part, list) else jax.tree.map(lambda w: w[0], part)
 
         def layer(
             weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None, starts: jax.Array | None
         ) -> tuple[jax.Array, Scalars]:
-            return transformer.layer(weights, x, program.model, program.group, dropout, index, starts)
+            return transformer.layer(weights, x, program.model, program.group, dropout, index, starts, kind)
 
-        first = jnp.int32(0)
-        self._vjp = SplitVjp(
-            save_policy(program.save)(layer), one, x, first, self._dropout(first), self._documents(first)
-        )
-        self._split = SplitBackward(self._vjp, one) if program.splits else None
-        self._adding = AddingBackward(self._vjp, one)
-        aux = parameters.aux(program.model)
-        self.no_scalars = {one.name: jnp.float32(0) for one in aux}
-        self._weights_of_scalars = {one.name: jnp.float32(one.weight / self.divisor) for one in aux}
+        x = jnp.zeros(self.message.shape, self.message.dtype)
+        rest = first, self._dropout(first), self._documents(first)
+        vjp = SplitVjp(save_policy(program.save)(layer), one, x, *rest)
+        split = SplitBackward(vjp, one) if program.splits else None
+        return TracedLayer(vjp, split, AddingBackward(vjp, one))
+
+    def _layer(self, place: LayerPlace) -> TracedLayer:
+        """Return the traced layer of a place's kind."""
+        return self._traced[self.program.segments[place.segment].kind]
 
     def _dropout(self, mb: jax.Array) -> Dropout | None:
         if self._dropout_key is None:
@@ -132,14 +158,13 @@ class Stage:
 
     def _layer_residuals(self, lead: tuple[int, ...]) -> list[Residuals]:
         """Return uninitialized residuals of a chunk, with leading dims; every slot is written before it is read."""
-        leaves = self._split.leaves if self._split else self._vjp.kept
 
-        def empty(*dims: int) -> list[jax.Array]:
-            return [lax.empty((*dims, *leaf.shape), leaf.dtype) for leaf in leaves]
+        def empty(segment: Segment, *dims: int) -> list[jax.Array]:
+            return [lax.empty((*dims, *leaf.shape), leaf.dtype) for leaf in self._traced[segment.kind].leaves]
 
         return [
-            empty(*lead, segment.count) if segment.scan else [empty(*lead) for _ in range(segment.count)]
-            for segment in self.program.segments
+            empty(s, *lead, s.count) if s.scan else [empty(s, *lead) for _ in range(s.count)]
+            for s in self.program.segments
         ]
 
     def residuals(self, slots: int) -> Ring:
@@ -188,7 +213,7 @@ class Stage:
             number: number of the segment in the chunk.
             layer: number of the layer in the segment.
         """
-        return chunk * max(self.program.counts) + self.program.segments[number].start + layer
+        return chunk * len(self.program.slots) + self.program.segments[number].start + layer
 
     def at(self, chunk: int, number: int, layer: int | jax.Array) -> tuple[LayerPlace, Params]:
         """Return the place and the weights of a layer of a scanned segment.
@@ -238,7 +263,7 @@ class Stage:
 
         def step(place: LayerPlace, weights: Params, carry: tuple, part: list) -> tuple[tuple, list]:
             x, sums = carry
-            (y, scalars), kept = self._vjp.forward(weights, x, place.number, *rest)
+            (y, scalars), kept = self._layer(place).vjp.forward(weights, x, place.number, *rest)
             return (y, add(sums, scalars)), write_some(part, (*slot, *place.at), dict(enumerate(kept)))
 
         (y, sums), residuals = self._each_layer(chunk, (x, self.no_scalars), residuals, step)
@@ -344,9 +369,9 @@ class Stage:
             again = residuals
 
         def step(place: LayerPlace, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
-            kept = read(place.of(again), (*slot, *place.at))
+            kept, layer = read(place.of(again), (*slot, *place.at)), self._layer(place)
             # A ring for the backward in two parts has places for more, behind those of F.
-            added, g = self._adding(weights, kept[: len(self._vjp.kept)], (g, scalars), read(total, place.at))
+            added, g = layer.adding(weights, kept[: len(layer.vjp.kept)], (g, scalars), read(total, place.at))
             return g, write(total, place.at, added)
 
         g, grads, states = self._accumulate(chunk, g, grads, step, True, close)
@@ -374,11 +399,11 @@ class Stage:
             ring with the values that W needs.
         """
 
-        split, (g, scalars) = self._split, cotangents
-        assert split
+        g, scalars = cotangents
 
         def step(place: LayerPlace, weights: Params, g: jax.Array, part: tuple) -> tuple[jax.Array, tuple]:
-            (ring, total), at = part, (*slot, *place.at)
+            (ring, total), at, split = part, (*slot, *place.at), self._layer(place).split
+            assert split
             g, early, left = split.input_gradient(weights, read(ring, at), (g, scalars))
             return g, (write_some(ring, at, left), add_some(total, place.at, early))
 
@@ -401,11 +426,9 @@ class Stage:
             close: reduction of the layers' gradients, if this is the stage's last op.
         """
 
-        split = self._split
-        assert split
-
         def step(place: LayerPlace, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
-            leaves = read(place.of(residuals), (*slot, *place.at))
+            leaves, split = read(place.of(residuals), (*slot, *place.at)), self._layer(place).split
+            assert split
             late = jax.tree.leaves(total)
             totals = {n: read(late[n], place.at) for n in split.late}
             return x, write_some(total, place.at, split.weight_gradients(weights, leaves, totals))

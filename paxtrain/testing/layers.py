@@ -33,6 +33,22 @@ class LayerRun(NamedTuple):
 _Pulled: TypeAlias = Callable[..., LayerRun]
 
 
+class _CheckedLayer(NamedTuple):
+    """What is checked: a layer by its number, its weights and input, and the gradient g of its output."""
+
+    config: ModelConfig
+    number: int
+    tensor: int
+    weights: Params
+    x: jax.Array
+    g: jax.Array
+
+    def run(self, **changes: jax.Array) -> LayerRun:
+        """Return the run of the layer on one device, with changed x or g, or with starts of documents."""
+        given = {"x": self.x, "g": self.g} | changes
+        return _whole(self.config, self.number)(self.weights, **given)
+
+
 def random_params(config: ModelConfig) -> Params:
     """Return canonical parameters of which none is zero, so that zeros hide no error."""
     params = transformer.init(config, jax.random.key(0))
@@ -60,7 +76,7 @@ def layer_properties(config: ModelConfig, tensor: int) -> Iterator[tuple[str, Ca
         config: the model's shape, in float32.
         tensor: devices of a tensor group.
     """
-    weights = jax.tree.map(lambda w: w[0], random_params(config)["layers"])
+    layers, kinds = random_params(config)["layers"], parameters.kinds(config)
     x, g = jax.random.normal(jax.random.key(2), (2, _BATCH, config.sequence, config.hidden))
     properties: dict[str, Callable[..., None]] = {
         "a layer returns what it is given, in shape and dtype": _shapes,
@@ -71,19 +87,24 @@ def layer_properties(config: ModelConfig, tensor: int) -> Iterator[tuple[str, Ca
         "a tensor group computes the same": functools.partial(_split, sequence=False),
         "a tensor group that splits the sequence computes the same": functools.partial(_split, sequence=True),
     }
-    for name, function in properties.items():
-        yield name, functools.partial(function, config, tensor, weights, x, g)
+    for kind in dict.fromkeys(kinds):
+        number = kinds.index(kind)
+        checked = _CheckedLayer(config, number, tensor, transformer.layer_params(layers, config, number), x, g)
+        for name, function in properties.items():
+            yield f"{name}{f' ({kind})' if kind else ''}", functools.partial(function, checked)
 
 
-def _pulled(config: ModelConfig, group: tensor_parallel.Group) -> _Pulled:
+def _pulled(config: ModelConfig, group: tensor_parallel.Group, number: int) -> _Pulled:
     """Return (weights, x, g, starts) -> LayerRun of one device, with g the gradient of the output.
 
     The scalars have the gradient 1, but 0 if all of g is.
     """
 
+    kind = parameters.kinds(config)[number]
+
     def run(weights: Params, x: jax.Array, g: jax.Array, starts: jax.Array | None = None) -> LayerRun:
         def one(weights: Params, x: jax.Array) -> tuple[jax.Array, Scalars]:
-            return transformer.layer(weights, x, config, group, None, jnp.int32(0), starts)
+            return transformer.layer(weights, x, config, group, None, jnp.int32(number), starts, kind)
 
         (y, scalars), pull = jax.vjp(one, weights, x)
         ones = jax.tree.map(lambda s: jnp.any(g != 0).astype(s.dtype), scalars)
@@ -93,12 +114,12 @@ def _pulled(config: ModelConfig, group: tensor_parallel.Group) -> _Pulled:
 
 
 @functools.lru_cache(maxsize=8)
-def _whole(config: ModelConfig) -> _Pulled:
-    return jax.jit(_pulled(config, tensor_parallel.WHOLE))
+def _whole(config: ModelConfig, number: int) -> _Pulled:
+    return jax.jit(_pulled(config, tensor_parallel.WHOLE, number))
 
 
-def _shapes(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
-    transformer.check_layer(config, 1, False)
+def _shapes(checked: _CheckedLayer) -> None:
+    transformer.check_layer(checked.config, 1, False)
 
 
 def _require_finite(run: LayerRun) -> None:
@@ -107,28 +128,28 @@ def _require_finite(run: LayerRun) -> None:
         assert np.isfinite(value).all(), f"not finite: {jax.tree_util.keystr(path, simple=True, separator='/')}"
 
 
-def _finite(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
-    _require_finite(_whole(config)(weights, x, g))
+def _finite(checked: _CheckedLayer) -> None:
+    _require_finite(checked.run())
 
 
-def _zeros(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
+def _zeros(checked: _CheckedLayer) -> None:
     """Run it as an idle stage does, whose input and whose output's gradient are zeros."""
-    found = _whole(config)(weights, jnp.zeros_like(x), jnp.zeros_like(g))
+    found = checked.run(x=jnp.zeros_like(checked.x), g=jnp.zeros_like(checked.g))
     _require_finite(found)
     assert not any(np.any(w) for w in jax.tree.leaves(found.weights)), "without a gradient weights get one"
 
 
-def _causal(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
-    at = config.sequence // 2
-    one, other = (_whole(config)(weights, x, g).output for x in (x, x.at[:, at:].set(g[:, at:])))
+def _causal(checked: _CheckedLayer) -> None:
+    at, x = checked.config.sequence // 2, checked.x
+    one, other = (checked.run(x=x).output for x in (x, x.at[:, at:].set(checked.g[:, at:])))
     error = difference(one[:, :at], other[:, :at])
     assert error <= TOLERANCE, f"later tokens change the output of earlier ones by {error:.2g} of its largest value"
 
 
-def _documents(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array) -> None:
-    at = config.sequence // 2
-    starts = jnp.broadcast_to(jnp.where(jnp.arange(config.sequence) < at, 0, at), x.shape[:2])
-    one, other = (_whole(config)(weights, x, g, starts).output for x in (x, x.at[:, :at].set(g[:, :at])))
+def _documents(checked: _CheckedLayer) -> None:
+    at, x = checked.config.sequence // 2, checked.x
+    starts = jnp.broadcast_to(jnp.where(jnp.arange(checked.config.sequence) < at, 0, at), x.shape[:2])
+    one, other = (checked.run(x=x, starts=starts).output for x in (x, x.at[:, :at].set(checked.g[:, :at])))
     error = difference(one[:, at:], other[:, at:])
     assert error <= TOLERANCE, (
         f"a document changes the output of the next one by {error:.2g} of its largest value; LayerContext.starts says "
@@ -136,7 +157,8 @@ def _documents(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, 
     )
 
 
-def _split(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: jax.Array, sequence: bool) -> None:
+def _split(checked: _CheckedLayer, sequence: bool) -> None:
+    config, number, tensor, weights, x, g = checked
     if tensor == 1 or (sequence and config.sequence % tensor):
         return
     transformer.check_layer(config, tensor, sequence)
@@ -159,9 +181,9 @@ def _split(config: ModelConfig, tensor: int, weights: Params, x: jax.Array, g: j
     def tokens(x: jax.Array) -> jax.Array:
         return jnp.stack(jnp.split(x, tensor, axis=1)) if sequence else jnp.stack([x] * tensor)
 
-    run = jax.jit(jax.vmap(_pulled(config, tensor_parallel.Group(TENSOR, sequence)), axis_name=TENSOR))
+    run = jax.jit(jax.vmap(_pulled(config, tensor_parallel.Group(TENSOR, sequence), number), axis_name=TENSOR))
     by_path = jax.tree_util.tree_map_with_path
-    found, right = run(by_path(parts, weights), tokens(x), tokens(g)), _whole(config)(weights, x, g)
+    found, right = run(by_path(parts, weights), tokens(x), tokens(g)), checked.run()
     found = found._replace(weights=by_path(joined, found.weights))
     right = right._replace(output=tokens(right.output), input=tokens(right.input))
     of = f"with tensor={tensor}{' and sequence parallelism' if sequence else ''}"

@@ -64,7 +64,7 @@ def evaluated(c: Config, stage_ranks: tuple[int, ...] | None = None) -> tuple[fl
     )
     tokens = batch(trained)
     run = jax.jit(trained.loss_and_gradients).lower(params, tokens).compile(FAST)
-    loss, grads, codec, _ = run(params, tokens)
+    loss, grads, codec, *_ = run(params, tokens)
     whole = jax.jit(trained.layout.to_canonical)(grads)
     return float(loss), *jax.device_get((whole, grads, codec))
 

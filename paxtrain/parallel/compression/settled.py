@@ -238,6 +238,13 @@ class Compression:
             return ()
         return self.compressed_kernels(c.data.rank_min if c.data.adapt_every else self.level)
 
+    @functools.cached_property
+    def slot_kernels(self) -> tuple[tuple[LayerPath, ...], ...]:
+        """The same of each layer slot of a stage, by the kind of its layers."""
+        rows, kinds = self.layout.rows, self.layout.slot_kinds * self.layout.chunks
+        had = [[path for path in self.data_kernels if rows["layers", *path].of(kind)] for kind in kinds]
+        return tuple(map(tuple, had))
+
     @property
     def levels(self) -> tuple[int, ...]:
         """Level of every stage once compression over data has started, as far as the configuration says."""
@@ -271,11 +278,11 @@ class Compression:
         "forward" hold a codec's state per chunk. "data" holds the reducer's states of all kernels, see
         `compress.reducer.stored`, or () without compression over data. "embedding" is there if that has a codec.
         """
-        mesh, chunks = self.config.mesh, self.layout.chunks
+        mesh = self.config.mesh
 
         def stage(index: jax.Array) -> CodecStates:
             first = {path: self._init_kernel(path) for path in self.data_kernels}
-            data = stored([first[path] for _ in range(chunks * self.layout.slots) for path in first])
+            data = stored([first[path] for paths in self.slot_kernels for path in paths])
             return {
                 "backward": self._init_link(self.links.backward, index),
                 "forward": self._init_link(self.links.forward, index),
@@ -393,10 +400,10 @@ class Compression:
         """Bytes that a device of a compressing stage sends of kernels inside its group and between groups, as text."""
         if not isinstance(self.reducer, Hierarchical):
             return ""
-        slots = self.layout.chunks * self.layout.slots
-        some = [(self.kernels[path], self.shards[path]) for path in self.compressed_kernels(self.level)]
-        inside = slots * sum(sent for one in some for _, sent in self.reducer.inside_traffic(*one))
-        between = slots * sum(self.reducer.wire_bytes(*one) for one in some)
+        taken = set(self.compressed_kernels(self.level))
+        some = [(self.kernels[path], self.shards[path]) for slot in self.slot_kernels for path in slot if path in taken]
+        inside = sum(sent for one in some for _, sent in self.reducer.inside_traffic(*one))
+        between = sum(self.reducer.wire_bytes(*one) for one in some)
         return f"; a device sends {tables.size(inside, 'B')} inside its group and {tables.size(between, 'B')} between"
 
     def describe(self, measured: Sequence[int] = ()) -> list[tuple[str, str]]:

@@ -149,6 +149,19 @@ class OtherScalars(NoScalars):
         return super().layer(p, x, c), {"balanced": x.mean()}
 
 
+class FewKinds(Plain):
+    def kinds(self, config: ModelConfig) -> tuple[str, ...]:
+        return ("dense",)
+
+
+class NoSuchKind(Plain):
+    more = (kernel("layers/gate/kernel", "layers embed ffn", kinds=("gated",)),)
+
+
+class KindOutside(Plain):
+    more = (bias("final_norm/bias", "embed", kinds=("",)),)
+
+
 class TwoOfOneName(Plain):
     def aux(self, config: ModelConfig) -> tuple[Aux, ...]:
         return Aux("balance"), Aux("balance", 0.5)

@@ -107,7 +107,7 @@ def test_logits_are_those_of_the_documents_alone(config, params, tokens, expecte
 def test_either_half_alone_would_show(config, params, tokens, expected, monkeypatch):
     """Negative control: mask and positions each change the result. Rotary positions are not reset."""
     layer = transformer.layer
-    halves = {"layer": lambda *arguments: layer(*arguments[:-1], None)}
+    halves = {"layer": lambda *arguments: layer(*arguments[:-2], None, arguments[-1])}
     if "position" in params["embedding"]:
         halves["positions"] = lambda starts: jnp.broadcast_to(jnp.arange(SEQUENCE), starts.shape)
     (right, _), _ = expected

@@ -21,6 +21,7 @@ from paxtrain.parallel.optimizer import decay_mask
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics, sampling
 from paxtrain.testing import check_model
+from paxtrain.testing.layers import random_params
 from tests.paxtrain import training
 from tests.paxtrain.model.parallel_block import ParallelBlock
 from tests.sources import ROOT
@@ -28,7 +29,7 @@ from tests.sources import ROOT
 HERE = pathlib.Path(__file__).parent
 BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
 BAD, SCALED = "tests.paxtrain.model.bad_models:", "tests.paxtrain.model.scaled:Scaled"
-ROUTED = "tests.paxtrain.model.routed:Routed"
+ROUTED, MIXED = "tests.paxtrain.model.routed:Routed", "tests.paxtrain.model.mixed:Mixed"
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "sequence": 16, "vocab_size": 61}
 
 
@@ -125,6 +126,42 @@ def test_a_layer_that_cannot_be_trained_is_refused_before_anything_runs(module, 
 def test_scalars_that_cannot_be_trained_are_refused(module, words):
     with pytest.raises(UserError, match=rf"{module}: its aux\(\) {words}"):
         parameters.aux(config(BAD + module).model)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("FewKinds", r"its kinds\(\) returns 1 kinds for model.layers=4; it must return a string for each layer"),
+        ("NoSuchKind", r"its kinds\(\) lacks gated, of which layers/gate/kernel is; it has ''"),
+        ("KindOutside", "final_norm/bias is of the kinds ; only layers have kinds"),
+    ],
+)
+def test_kinds_that_do_not_fit_the_layers_are_refused(module, words):
+    with pytest.raises(UserError, match=rf"{module}: {words}"):
+        parameters.kinds(config(BAD + module).model)
+
+
+def test_weights_of_layers_of_two_kinds_go_to_files_and_back_by_the_layers_numbers():
+    model = config(MIXED).model
+    params = jax.tree.map(np.asarray, random_params(model))
+    files = architectures.weights(params, model)
+    assert {name for name in files if name.startswith("layers.0.")} == {
+        f"layers.0.{n}" for n in ("norm", "wide", "narrow")
+    }
+    np.testing.assert_array_equal(files["layers.2.up.1"], params["layers"]["up"]["kernel"][1, :, 1])
+    again = architectures.params(files.__getitem__, model)
+    jax.tree.map(np.testing.assert_array_equal, params["layers"], again["layers"])
+
+
+def test_layers_of_two_kinds_are_counted_each():
+    model = config(MIXED).model
+    with pytest.raises(
+        UserError, match=r"layers of one kind, but those of model.module=.*Mixed are of .* dense, experts"
+    ):
+        parameters.count(model)
+    dense, experts = 32 + 2 * 32 * 48, 32 + 32 * 4 + 2 * 32 * 4 * 48
+    assert parameters.published(model) == dense + 3 * experts + 61 * 32 + 32
+    assert metrics.flops_per_token(model) == 6 * (dense + 3 * experts + 61 * 32 + 32)
 
 
 def test_a_layer_that_returns_another_dtype_is_refused():

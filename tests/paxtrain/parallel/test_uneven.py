@@ -8,9 +8,10 @@ import pytest
 
 from paxtrain.config import BatchConfig, MeshConfig, OuterConfig
 from paxtrain.errors import UserError
+from paxtrain.parallel import step
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.pipeline.stage import Share
+from paxtrain.pipeline.stage import Share, share_of
 from paxtrain.study.variants import require_alike
 from paxtrain.xla import hlo
 from tests.compress_settings import compression
@@ -89,11 +90,10 @@ def test_weights_of_ranks_instead_of_sequences_show(monkeypatch):
     """Each rank's mean over its own sequences is another mean, if ranks have different numbers of them."""
     c = case((2, 1, 1), (2, 1))
 
-    def by_rank(self) -> Share:
-        return Share(*share(self)[:2], mean=2 - jax.lax.axis_index("data"))
+    def by_rank(*given) -> Share:
+        return Share(*share_of(*given)[:2], mean=2 - jax.lax.axis_index("data"))
 
-    share = Trainer._share
-    monkeypatch.setattr(Trainer, "_share", by_rank)
+    monkeypatch.setattr(step, "share_of", by_rank)
     found = errors(trainer(c), reference(c.batch.global_batch, 0.0, c.model.layers))
     assert found.pop("loss") > 10 * TOLERANCE and min(found.values()) > 1000 * TOLERANCE
 
@@ -135,7 +135,7 @@ def test_a_rank_that_skips_keeps_the_state_of_its_codecs():
     def state(c, tokens):
         trained = trainer(c)
         params = jax.device_put(jax.jit(trained.layout.from_canonical)(ref.params), trained.state_shardings.params)
-        _, _, codec, _ = jax.jit(trained.loss_and_gradients)(params, jax.device_put(tokens, trained.batch_sharding))
+        _, _, codec, *_ = jax.jit(trained.loss_and_gradients)(params, jax.device_put(tokens, trained.batch_sharding))
         return jax.tree.map(lambda x: np.asarray(x[-1]), codec["backward"])
 
     # The last rank's loss is divided by the mean number of micro-batches, 2, and so is what its messages hold.

@@ -9,7 +9,7 @@ from paxtrain.schedule.schedules import names
 from paxtrain.testing import check_model
 
 BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
-ROUTED = "tests.paxtrain.model.routed:Routed"
+ROUTED, MIXED = "tests.paxtrain.model.routed:Routed", "tests.paxtrain.model.mixed:Mixed"
 BAD = "tests.paxtrain.model.bad_models:"
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "vocab_multiple": 64}
 
@@ -24,6 +24,12 @@ def test_scalars_of_layers_train_on_a_mesh_as_on_one_device():
     check_model(ModelConfig(**SHAPE, module=ROUTED))
 
 
+def test_layers_of_two_kinds_train_on_a_mesh_as_on_one_device():
+    """The first stage has its dense layer first, the second one in the middle, so they share four slots."""
+    found = check_model(ModelConfig(**SHAPE | {"layers": 6}, module=MIXED))
+    assert {"a token sees no later one (dense)", "a token sees no later one (experts)"} < {*found}
+
+
 def test_a_reference_without_the_weighted_scalars_is_another(monkeypatch):
     monkeypatch.setattr(transformer, "objective", lambda loss, scalars, config: loss)
     with pytest.raises(AssertionError, match="embedding/token differs by"):
@@ -32,7 +38,7 @@ def test_a_reference_without_the_weighted_scalars_is_another(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", names())
-@pytest.mark.parametrize("model", [BLOCK, RECURRENCE, ROUTED])
+@pytest.mark.parametrize("model", [BLOCK, RECURRENCE, ROUTED, MIXED])
 def test_models_train_with_every_schedule(model, schedule):
     check_model(model, schedules=["eager_1f1b", schedule])
 
