@@ -110,7 +110,7 @@ def _slow_down(run: PublishedRun, problem: Problem, constants: PublishedConstant
     B has twice as many kernels as F, and those of F once more if it recomputes all of it.
     """
     layers = np.array(run.stage_layers, float)
-    parameters = layers * costs.layer_parameters(run.model, run.tensor)
+    parameters = layers * costs.layer_parameters(run.model, problem.candidate.layer_sizes)
     parameters[[0, -1]] += problem.embedding_parameters
     passes = run.accumulate * problem.pass_per_byte[:, None] * parameters
     waits = run.waits * constants.waiting * layers
@@ -127,7 +127,7 @@ def _sharded(run: PublishedRun, problem: Problem, where: Paths) -> float:
     layer, model = problem.layer[0], run.model
     turn = (run.data - 1) / run.data * float(where.ring[1][0, 0])
     latency = float(where.ring[0][0, 0])
-    parameters = costs.layer_parameters(model, run.tensor)
+    parameters = costs.layer_parameters(model, problem.candidate.layer_sizes)
     gather = latency + parameters * costs.ITEM[model.dtype] * turn
     reduce = latency + parameters * MASTER * turn
     tables = problem.embedding_parameters * turn

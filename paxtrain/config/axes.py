@@ -6,6 +6,7 @@ that a record allows, of data, pipe and the axes inside hosts; its flags have th
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ class AxisSpec:
 
     Attributes:
         most: its largest size.
-        dims: logical dims of parameters that it splits, see paxtrain/model/spec.py.
+        dims: logical dims of parameters that it splits, see paxtrain/model/spec.py. Layers run their collectives over
+            it by `LayerContext.group.over(name)`; those that only know tensor do not.
         batch: whether its positions take different sequences of the batch.
         sums: (MeshConfig, names of a parameter that the axis does not split) -> whether the parameter's gradients are
             summed over the axis at the end of a step. Those over data are reduced before, see
@@ -67,6 +69,36 @@ def inside_axes() -> tuple[str, ...]:
 def seat_axes() -> tuple[str, ...]:
     """Return the axes whose devices share a host, the innermost one last: those for which layers wait."""
     return tuple(sorted(inside_axes(), key=lambda name: AXES[name].waits == "layer"))
+
+
+class AxisSizes(dict[str, int]):
+    """Sizes of axes by name, a key of caches; it is never changed. An axis without a size has one device."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+UNSPLIT = AxisSizes()  # one device has all of a layer
+
+
+def layer_axes() -> tuple[str, ...]:
+    """Return the axes that split parameters within layers, or for which layers wait, in the order of the mesh."""
+    return tuple(name for name, axis in AXES.items() if axis.waits == "layer" or {*axis.dims} - {*AXES[PIPE].dims})
+
+
+def layer_sizes(sizes: Mapping[str, int]) -> AxisSizes:
+    """Return the sizes of those of `layer_axes` that have several devices, in the order of the mesh."""
+    return AxisSizes({name: sizes[name] for name in layer_axes() if sizes.get(name, 1) > 1})
+
+
+def parts(dim: str, sizes: Mapping[str, Any]) -> Any:
+    """Return the number of parts into which axes split a logical dim: the product of the sizes of those that do.
+
+    Args:
+        dim: name of the dim.
+        sizes: sizes of axes by name, numbers or arrays of them.
+    """
+    return math.prod(size for name, size in sizes.items() if dim in AXES[name].dims)
 
 
 def in_words(sizes: Mapping[str, int]) -> str:

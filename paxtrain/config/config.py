@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from paxtrain.config.axes import AXES, TENSOR, more_axes
 from paxtrain.config.checks import OUT, Checked, Way, each, multiples_near, near, require, steps
 from paxtrain.config.compress import SECONDS, CompressConfig
 from paxtrain.config.data import DataConfig
@@ -58,15 +59,8 @@ class Config(Checked):
 
     def check(self) -> None:
         model, mesh = self.model, self.mesh
-        whole = math.gcd(*(size for name, size in model.split_sizes.items() if name != "padded_vocab"))
-        vocabulary = model.vocabulary_for(mesh.tensor)
         steps("profile", self.profile, self.run.steps)
-        for name, size in model.split_sizes.items():
-            require(
-                size % mesh.tensor == 0,
-                f"model.{name}={size} is not divisible by mesh.tensor={mesh.tensor}",
-                {"model.vocab_multiple": vocabulary} if vocabulary else each("mesh.tensor", near(whole, mesh.tensor)),
-            )
+        self._check_split()
         require(
             not mesh.sequence_parallel or model.sequence % mesh.tensor == 0,
             f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
@@ -88,6 +82,21 @@ class Config(Checked):
         self._check_outer()
         self._check_inside()
         self._check_weights()
+
+    def _check_split(self) -> None:
+        """Require that axes divide what they split, each together with those before it that split the same."""
+        model, sizes, axes = self.model, self.mesh.sizes, (TENSOR, *more_axes())
+        for i, axis in enumerate(axes):
+            whole = math.gcd(*(size for name, size in model.split_by(axis).items() if name != "padded_vocab"))
+            vocabulary = model.vocabulary_for(sizes[axis]) if axis == TENSOR else 0
+            for name, size in model.split_by(axis).items():
+                over = [*(other for other in axes[:i] if name in AXES[other].dims), axis]
+                fits = each(f"mesh.{axis}", near(whole, sizes[axis]))
+                require(
+                    size % math.prod(sizes[other] for other in over) == 0,
+                    f"model.{name}={size} is not divisible by {' x '.join(f'mesh.{o}={sizes[o]}' for o in over)}",
+                    {"model.vocab_multiple": vocabulary} if vocabulary else fits,
+                )
 
     def _check_schedule(self) -> None:
         """Require that the schedule is one for the mesh, the layers and the batch."""

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from paxtrain.config.axes import AXES, TENSOR, parts
 from paxtrain.config.checks import Checked, bounded, choice, each, multiples_near, near, positive, require
 
 
@@ -192,6 +194,29 @@ class ModelConfig(Checked):
         """Sizes that tensor parallelism splits evenly, by name."""
         names = ("heads", "hidden", "key_value_heads", "ffn", "padded_vocab")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Sizes of the dims of parameters by their logical names."""
+        return {
+            "layers": self.layers,
+            "tables": self.tables,
+            "vocab": self.padded_vocab,
+            "positions": self.sequence,
+            "embed": self.hidden,
+            "heads": self.heads,
+            "kv_heads": self.key_value_heads,
+            "head": self.head_dim,
+            "ffn": self.ffn,
+        }
+
+    def split_by(self, axis: str) -> dict[str, int]:
+        """Return the sizes that an axis has to divide, by name; 1 for what the model has not."""
+        return self.split_sizes if axis == TENSOR else {dim: self.dims.get(dim, 1) for dim in AXES[axis].dims}
+
+    def undivided(self, mesh: Mapping[str, int]) -> dict[str, int]:
+        """Return the dims that axes of some sizes cannot split evenly, and their sizes."""
+        return {dim: size for dim, size in self.dims.items() if size % parts(dim, mesh)}
 
     def vocabulary_for(self, tensor: int) -> int:
         """Return the vocab_multiple with which `tensor` divides the model; 0 if it does or cannot."""

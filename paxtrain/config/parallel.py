@@ -7,7 +7,7 @@ from typing import overload
 
 import numpy as np
 
-from paxtrain.config.axes import AXES, batch_axes
+from paxtrain.config.axes import AXES, AxisSizes, batch_axes, layer_sizes
 from paxtrain.config.checks import OUT, Checked, bounded, choice, counts, each, multiples_near, positive, require
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, ScheduleSpec, between_ends, names, spec_of
@@ -80,6 +80,11 @@ class MeshConfig(Checked):
     def sizes(self) -> dict[str, int]:
         """Sizes of all axes by name, in the order of the mesh."""
         return {name: getattr(self, name) for name in AXES}
+
+    @property
+    def layer_sizes(self) -> AxisSizes:
+        """Sizes of the axes that split a layer or for which it waits, without those of one device."""
+        return layer_sizes(self.sizes)
 
     @property
     def ranks(self) -> int:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import get_args
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import AXES, TENSOR
+from paxtrain.config.axes import AXES, layer_axes
 from paxtrain.config.checks import choice, require
 from paxtrain.errors import UserError
-from paxtrain.model.spec import Architecture, Aux, Init, Parameter, Role, sizes, vocabulary
+from paxtrain.model.spec import Architecture, Aux, Init, Parameter, Role, vocabulary
 
 
 @functools.cache
@@ -157,8 +157,8 @@ def _check_place(p: Parameter, config: ModelConfig, of: str) -> None:
 
 
 def _check_dims(p: Parameter, config: ModelConfig, of: str) -> None:
-    """Require that dims, role and init of a parameter are known, and that tensor can split it."""
-    known = sizes(config)
+    """Require that dims, role and init of a parameter are known, and that axes can split it."""
+    known = config.dims
     factors = [dim.split("*") for dim in p.own]
     strange = [x for some in factors for x in some if x not in known and not x.isdecimal()]
     require(
@@ -166,18 +166,19 @@ def _check_dims(p: Parameter, config: ModelConfig, of: str) -> None:
         f"{of} has the dim {', '.join(strange)}; known are {', '.join(known)}, numbers, and products such as "
         "heads*head",
     )
-    dims = AXES[TENSOR].dims
-    split = [(place, x) for some in factors for place, x in enumerate(some) if x in dims]
-    require(
-        not any(place for place, _ in split),
-        f"{of} has the dims {p.dims!r}; tensor splits the first factor of a product, so {', '.join(dims)} come first "
-        "there, or a number is a dim by itself",
-    )
-    require(
-        len(split) < 2,
-        f"{of} has the dims {p.dims!r}, of which tensor could split {' and '.join(x for _, x in split)}; write the "
-        "size of one as a number",
-    )
+    for axis in layer_axes():
+        dims = AXES[axis].dims
+        split = [(place, x) for some in factors for place, x in enumerate(some) if x in dims]
+        require(
+            not any(place for place, _ in split),
+            f"{of} has the dims {p.dims!r}; {axis} splits the first factor of a product, so {', '.join(dims)} come "
+            "first there, or a number is a dim by itself",
+        )
+        require(
+            len(split) < 2,
+            f"{of} has the dims {p.dims!r}, of which {axis} could split {' and '.join(x for _, x in split)}; write "
+            "the size of one as a number",
+        )
     choice(f"{of}: its role", p.role, get_args(Role))
     choice(f"{of}: its init", p.init, get_args(Init))
     require(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import UNSPLIT, AxisSizes
 from paxtrain.config.checks import require
 from paxtrain.model.gpt2 import GPT2
 from paxtrain.model.imported import check, check_aux, check_kinds, errors_of, imported
@@ -118,7 +119,7 @@ def count(
     config: ModelConfig,
     entry: str = "layers",
     role: str = "",
-    tensor: int = 1,
+    mesh: AxisSizes = UNSPLIT,
     tables: int = 1,
     kind: str | None = None,
 ) -> int:
@@ -128,19 +129,19 @@ def count(
         config: the model's shape.
         entry: "layers", "embedding" or "final_norm".
         role: role of those that count; "": all.
-        tensor: devices of a tensor group.
+        mesh: sizes of the axes that split layers.
         tables: tables of the vocabulary that the device holds.
         kind: the layer's kind; None: the only one.
     """
     rows = of_kind(config, kind) if entry == "layers" else [p for p in table(config) if p.names[0] == entry]
     some = (p for p in rows if role in ("", p.role))
-    return sum(math.prod(p.shape(config, tensor)) * (tables if p.own[0] == "vocab" else 1) for p in some)
+    return sum(math.prod(p.shape(config, mesh)) * (tables if p.own[0] == "vocab" else 1) for p in some)
 
 
 @functools.lru_cache(maxsize=4096)
-def kernels(config: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
+def kernels(config: ModelConfig, mesh: AxisSizes) -> tuple[tuple[int, int], ...]:
     """Return the shapes [n, k] of a layer's kernels on one device, as gradients over data are compressed."""
-    shapes = (p.shape(config, tensor) for p in table(config) if p.role == "kernel")
+    shapes = (p.shape(config, mesh) for p in table(config) if p.role == "kernel")
     return tuple((shape[0], math.prod(shape[1:])) for shape in shapes)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import AXES, PIPE, TENSOR
+from paxtrain.config.axes import AXES, PIPE, UNSPLIT, parts
 
 if TYPE_CHECKING:  # they import jax, which takes long
     import jax
@@ -22,22 +22,6 @@ Init: TypeAlias = Literal["normal", "residual", "ones", "zeros"]
 Scalars: TypeAlias = "dict[str, jax.Array]"
 
 
-@functools.lru_cache(maxsize=1024)
-def sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of the dims by their logical names."""
-    return {
-        "layers": config.layers,
-        "tables": config.tables,
-        "vocab": config.padded_vocab,
-        "positions": config.sequence,
-        "embed": config.hidden,
-        "heads": config.heads,
-        "kv_heads": config.key_value_heads,
-        "head": config.head_dim,
-        "ffn": config.ffn,
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """A row of an architecture's table: one array of the canonical parameters, stacked over layers.
@@ -45,7 +29,7 @@ class Parameter:
     Attributes:
         path: place in the tree of parameters, such as "layers/qkv/kernel".
         dims: a word for each dim, such as "layers embed 3 heads*head": a logical name, names with * between, a number.
-            Tensor splits the dim that begins with a name of its record (paxtrain/config/axes.py); no array has two.
+            An axis splits the dim that begins with a name of its record (paxtrain/config/axes.py); no array has two.
         files: names in Hugging Face's files, with {} for the layer's number. Several arrays are stacked here, along the
             dim that is a number or "tables".
         role: "kernel" of a matrix product with every token, "norm", "bias", or "table" whose rows are looked up.
@@ -78,11 +62,6 @@ class Parameter:
         """The dims without `lead`: those of one layer's array, or of one table."""
         return tuple(self.dims.split()[bool(self.lead) :])
 
-    @functools.cached_property
-    def split(self) -> int | None:
-        """The place in `own` of the dim that tensor parallelism splits, or None."""
-        return self.split_by(TENSOR)
-
     def of(self, kind: str) -> bool:
         """Return whether layers of a kind have it."""
         return not self.kinds or kind in self.kinds
@@ -112,16 +91,15 @@ class Parameter:
         """True if a step uses it in the compute dtype; norms and biases are small and stay in float32."""
         return self.role in ("kernel", "table")
 
-    def shape(self, config: ModelConfig, tensor: Any = 1) -> tuple[Any, ...]:
+    def shape(self, config: ModelConfig, mesh: Mapping[str, Any] = UNSPLIT) -> tuple[Any, ...]:
         """Return the sizes of its `own` dims on a device.
 
         Args:
             config: the model's shape.
-            tensor: devices of a tensor group, an int or an array of ints.
+            mesh: sizes of axes by name, ints or arrays of ints; others have one device.
         """
-        known = sizes(config)
-        found = [math.prod(known[x] if x in known else int(x) for x in dim.split("*")) for dim in self.own]
-        return tuple(size // tensor if i == self.split else size for i, size in enumerate(found))
+        known, dims = config.dims, [dim.split("*") for dim in self.own]
+        return tuple(math.prod(known[x] if x in known else int(x) for x in dim) // parts(dim[0], mesh) for dim in dims)
 
 
 kernel = functools.partial(Parameter, role="kernel")

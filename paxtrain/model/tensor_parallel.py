@@ -13,6 +13,7 @@ References:
 """
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from compress.collectives import reduce_scatter
+from paxtrain.config.axes import TENSOR, layer_sizes
 
 
 @jax.named_scope("tensor")
@@ -68,10 +70,23 @@ class Group(NamedTuple):
     Attributes:
         axis: mesh axis over which heads, ffn and vocabulary are split; None: they are whole.
         sequence: whether each device has only a part of the sequence between the split matrices.
+        others: further axes of several devices that split layers, for layers that ask for them.
     """
 
     axis: str | None = None
     sequence: bool = False
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], sequence: bool) -> "Group":
+        """Return the split of a layer over axes of some sizes, and of its sequence over tensor if it is split."""
+        several = layer_sizes(sizes)
+        others = tuple(axis for axis in several if axis != TENSOR)
+        return cls(TENSOR, sequence, others) if TENSOR in several else cls(others=others)
+
+    def over(self, axis: str) -> "Group":
+        """Return the split over another axis by its name, which is none if it has one device."""
+        return Group(axis) if axis in self.others else WHOLE
 
     @property
     def parts(self) -> int:

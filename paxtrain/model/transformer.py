@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import TENSOR
+from paxtrain.config.axes import TENSOR, AxisSizes
 from paxtrain.errors import UserError
 from paxtrain.model import cross_entropy, imported, parameters
 from paxtrain.model import tensor_parallel as tp
@@ -133,25 +133,25 @@ def layer(
 
 
 @functools.lru_cache(maxsize=64)
-def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> None:
+def check_layer(config: ModelConfig, mesh: AxisSizes, sequence_parallel: bool) -> None:
     """Require that layers of one's own return what they are given, in shape and dtype. Nothing is computed.
 
     Args:
         config: the model's shape.
-        tensor: devices of a tensor group.
-        sequence_parallel: whether they split the sequence.
+        mesh: sizes of the axes that split layers.
+        sequence_parallel: whether tensor splits the sequence.
 
     Raises:
         UserError: it does not.
     """
     if not config.module:
         return
-    group = tp.Group(TENSOR, sequence_parallel) if tensor > 1 else tp.WHOLE
+    group = tp.Group.of(mesh, sequence_parallel)
     config = dataclasses.replace(config, attention="xla")
 
     def given(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        """Return what all devices of the group are given."""
-        return jax.ShapeDtypeStruct((tensor, *shape), dtype)
+        """Return what all devices of the mesh are given."""
+        return jax.ShapeDtypeStruct((*mesh.values(), *shape), dtype)
 
     def one(kind: str, weights: Params, x: jax.Array, index: jax.Array) -> tuple[jax.Array, Scalars]:
         starts = document_starts(jnp.zeros((1, config.sequence), jnp.int32), config)
@@ -167,11 +167,13 @@ def check_layer(config: ModelConfig, tensor: int, sequence_parallel: bool) -> No
             )
         return found
 
-    x = given((1, config.sequence // (tensor if sequence_parallel else 1), config.hidden), config.dtype)
+    x = given((1, config.sequence // (mesh[TENSOR] if sequence_parallel else 1), config.hidden), config.dtype)
     for kind in dict.fromkeys(parameters.kinds(config)):
         rows = parameters.of_kind(config, kind)
-        weights = {p.names[1:]: given(p.shape(config, tensor), config.dtype if p.cast else "float32") for p in rows}
-        run = jax.vmap(functools.partial(one, kind), axis_name=TENSOR)
+        weights = {p.names[1:]: given(p.shape(config, mesh), config.dtype if p.cast else "float32") for p in rows}
+        run = functools.partial(one, kind)
+        for axis in reversed(mesh):
+            run = jax.vmap(run, axis_name=axis)
         jax.eval_shape(run, parameters.tree(weights), x, given((), "int32"))
 
 

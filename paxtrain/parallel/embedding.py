@@ -25,7 +25,7 @@ from paxtrain.pipeline.messages import StageCrossing, among
 def table_shape(layout: Layout) -> tuple[int, int]:
     """Return the shape of a device's part of one table, [V/T, H]."""
     model = layout.config.model
-    rows, columns = layout.rows["embedding", "token"].shape(model, layout.config.mesh.tensor)
+    rows, columns = layout.rows["embedding", "token"].shape(model, layout.config.mesh.sizes)
     return rows, columns
 
 

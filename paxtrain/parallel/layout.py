@@ -29,10 +29,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from paxtrain.config import Config
-from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR
+from paxtrain.config.axes import AXES, DATA, PIPE
 from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Parameter, Params
-from paxtrain.model.tensor_parallel import WHOLE, Group
+from paxtrain.model.tensor_parallel import Group
 from paxtrain.pipeline.program import Program
 from paxtrain.schedule.slots import filled, shared_slots
 from paxtrain.schedule.stage_map import StageMap
@@ -127,7 +127,7 @@ class Layout:
             save=config.pipeline.save,
             scan_layers=config.pipeline.scans(self.counts),
             splits=config.pipeline.spec.splits and self.stages > 1,
-            group=Group(TENSOR, config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
+            group=Group.of(config.mesh.sizes, config.mesh.sequence_parallel),
             pipe=PIPE if self.stages > 1 else None,
             data=DATA if config.uneven else None,
         )
@@ -159,7 +159,7 @@ class Layout:
     def _spec(self, path: tuple, shape: tuple[int, ...], data: bool) -> PartitionSpec:
         spec: list[tuple[str, ...]] = [(PIPE,), *[()] * (len(shape) - 1)]
         for axis, dim in self.axis_dims(path).items():
-            spec[dim] = (axis,)
+            spec[dim] += (axis,)
         shard = self.data_dim(path, shape) if data else None
         if shard is not None:
             spec[shard] += (DATA,)
@@ -175,11 +175,11 @@ class Layout:
             path: Key path of the parameter.
             shape: Global shape of the parameter in mesh layout.
         """
-        mesh, split = self.config.mesh, {dim: axis for axis, dim in self.axis_dims(path).items()}
+        mesh, split = self.config.mesh, self.axis_dims(path)
         if not mesh.zero1 or mesh.data == 1:
             return None
         for dim in range(1, len(shape)):
-            size = shape[dim] // (mesh.sizes[split[dim]] if dim in split else 1)
+            size = shape[dim] // math.prod(mesh.sizes[axis] for axis, place in split.items() if place == dim)
             if size % mesh.data == 0:
                 return dim
         return None

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from paxtrain.config import ModelConfig, OptimizerConfig
-from paxtrain.config.axes import DATA, PIPE, TENSOR
+from paxtrain.config.axes import DATA, PIPE, layer_axes
 from paxtrain.model import parameters
 from paxtrain.parallel.layout import Layout, Params, names
 
@@ -43,8 +43,8 @@ def is_matrix(config: ModelConfig, path: tuple) -> bool:
 def route(layout: Layout) -> list[Params]:
     """Return the PartitionSpecs from those of the weights to those with each stage's matrices dealt out.
 
-    From one to the next a single axis (data, then tensor) moves, which is an all-to-all. If two moved at once, XLA
-    would gather the whole array.
+    From one to the next a single axis (data, then those that split layers, the minor one first) moves, which is an
+    all-to-all. If two moved at once, XLA would gather the whole array.
     """
     mesh = layout.config.mesh
     shapes = dict(jax.tree_util.tree_leaves_with_path(layout.shapes))
@@ -60,7 +60,7 @@ def route(layout: Layout) -> list[Params]:
         return PartitionSpec(*(entry or None for entry in moved))
 
     found = [layout.specs()]
-    for axis in (DATA, TENSOR):
+    for axis in (DATA, *reversed(layer_axes())):
         step = functools.partial(move, axis=axis, size=mesh.sizes[axis])
         found.append(jax.tree_util.tree_map_with_path(step, found[-1], is_leaf=lambda x: isinstance(x, PartitionSpec)))
     return found

@@ -98,7 +98,7 @@ class Trainer:
         c, every = self.config, self.config.outer.every
         if c.groups > 1:
             raise UserError(f"outer.every={every} trains in groups, which this program does not; leave outer.every out")
-        transformer.check_layer(c.model, c.mesh.tensor, c.mesh.sequence_parallel)
+        transformer.check_layer(c.model, c.mesh.layer_sizes, c.mesh.sequence_parallel)
         if self.platform == "cpu" and self.mesh.size > 1:
             compilation_cache.leave_unused()
 

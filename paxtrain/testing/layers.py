@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import TENSOR
+from paxtrain.config.axes import TENSOR, UNSPLIT, layer_sizes
 from paxtrain.model import parameters, tensor_parallel, transformer
 from paxtrain.model.spec import Params, Scalars
 
@@ -119,7 +119,7 @@ def _whole(config: ModelConfig, number: int) -> _Pulled:
 
 
 def _shapes(checked: _CheckedLayer) -> None:
-    transformer.check_layer(checked.config, 1, False)
+    transformer.check_layer(checked.config, UNSPLIT, False)
 
 
 def _require_finite(run: LayerRun) -> None:
@@ -161,11 +161,11 @@ def _split(checked: _CheckedLayer, sequence: bool) -> None:
     config, number, tensor, weights, x, g = checked
     if tensor == 1 or (sequence and config.sequence % tensor):
         return
-    transformer.check_layer(config, tensor, sequence)
+    transformer.check_layer(config, layer_sizes({TENSOR: tensor}), sequence)
     known = {p.names[1:]: p for p in parameters.table(config) if p.lead == "layers"}
 
     def split(path: tuple) -> int | None:
-        return known[tuple(entry.key for entry in path)].split
+        return known[tuple(entry.key for entry in path)].split_by(TENSOR)
 
     def parts(path: tuple, w: jax.Array) -> jax.Array:
         place = split(path)

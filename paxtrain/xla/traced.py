@@ -114,12 +114,16 @@ def branches(params: Mapping[str, Any], platform: str) -> Sequence[Any]:
     return [params["branches"][own[0]]]
 
 
+def axes(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the mesh axes that a collective runs over, by its equation's parameters."""
+    named = params.get("axes", params.get("axis_name"))
+    return named if isinstance(named, tuple) else (named,)
+
+
 def _collective(equation: Any, place: _Scope) -> TracedCollective:
     """Return the collective of an equation."""
     params, kind = equation.params, KINDS[equation.primitive.name]
-    named = params.get("axes", params.get("axis_name"))
-    axes = named if isinstance(named, tuple) else (named,)
-    rows = _groups(place.sizes, axes, params.get("axis_index_groups"))
+    rows = _groups(place.sizes, axes(params), params.get("axis_index_groups"))
     pairs: tuple[tuple[int, int], ...] = ()
     if kind == "collective-permute":
         pairs, rows = tuple((row[a], row[b]) for row in rows for a, b in params["perm"]), ()

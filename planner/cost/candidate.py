@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import OuterConfig, scans
-from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, inside_axes, more_axes
+from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, AxisSizes, inside_axes, layer_sizes, more_axes
 from paxtrain.schedule.schedules import spec_of
 from paxtrain.schedule.stage_map import StageMap
 from planner.cost.coded import LOW_RANK, Coded
@@ -80,6 +80,11 @@ class Candidate:
         """Sizes of all axes by name, in the order of the mesh."""
         named = {DATA: self.data, PIPE: self.pipe, TENSOR: self.tensor}
         return dict.fromkeys(AXES, 1) | named | dict(zip(more_axes(), self.others))
+
+    @functools.cached_property
+    def layer_sizes(self) -> AxisSizes:
+        """Sizes of the axes that split a layer or for which it waits, without those of one device."""
+        return layer_sizes(self.sizes)
 
     @functools.cached_property
     def seat(self) -> int:

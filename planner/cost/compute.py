@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts
 from paxtrain.config.model import FAMILIES, FLASH_CAPABILITY
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
@@ -137,11 +138,11 @@ class _PassSeconds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """One layer on a device of a tensor group, at the data sheet's rates.
+    """One layer on a device, at the data sheet's rates.
 
     Attributes:
         model: model whose attention is settled.
-        tensor: T.
+        mesh: sizes of the axes that split layers.
         sequence_parallel: MeshConfig.sequence_parallel.
         micro_batch: sequences of a micro-batch.
         rates: rates of matrix products.
@@ -150,7 +151,7 @@ class _Layer:
     """
 
     model: ModelConfig
-    tensor: int
+    mesh: AxisSizes
     sequence_parallel: bool
     micro_batch: int
     rates: ProductRates
@@ -159,7 +160,7 @@ class _Layer:
 
     def program(self, save: str) -> LayerProgram:
         """Return the layer's program in a save mode, except "inputs"."""
-        return layer_program(self.model, self.tensor, self.sequence_parallel, save)
+        return layer_program(self.model, self.mesh, self.sequence_parallel, save)
 
     def products(self, work: Work) -> float:
         """Return the seconds of products, without those of attention."""
@@ -172,15 +173,15 @@ class _Layer:
     def passes(self) -> _PassSeconds:
         """Return the seconds of passes over activations.
 
-        Norms and residual sums run whole on each device of a tensor group, or on parts; the wide part is split.
+        Norms and residual sums run whole on each device that shares a layer, or on parts; the wide part is split.
         """
         if self.model.module:
             f, b, w, *_, moved = self.program("residuals")
             backward = self.moves(moved)
             return _PassSeconds(self.moves(f.moved), backward, self.moves(b.moved) - backward, self.moves(w.moved))
-        parts = self.tensor if self.sequence_parallel else 1
+        sequence = self.mesh[TENSOR] if self.sequence_parallel else 1
         size = self.micro_batch * self.model.sequence * self.model.hidden * self.rates.item
-        once = size * (0.4 / parts + 0.6 / self.tensor) / self.rates.memory
+        once = size * (0.4 / sequence + 0.6 / parts("ffn", self.mesh)) / self.rates.memory
         forward = _ACTIVATION_PASSES * once
         return _PassSeconds(forward, 2 * forward, _SPLIT_PASSES["input"] * once, _SPLIT_PASSES["weights"] * once)
 
@@ -198,20 +199,21 @@ class _Layer:
         stored = _seconds(self.rates, work.attention, self.micro_batch)
         if self.model.module or not work.attention:
             return fused + stored
-        scores = -(-self.micro_batch * self.model.heads // self.tensor) * self.model.sequence**2
+        scores = -(-self.micro_batch * self.model.heads // parts("heads", self.mesh)) * self.model.sequence**2
         traffic = self.shares.scores * scores * self.rates.item / self.rates.memory
         return times * stored + passes * traffic
 
     def exchanged(self, work: Work) -> float:
-        """Return the seconds of collectives over tensor.
+        """Return the seconds of collectives, each on the links of the axes that it runs over, which lie inside hosts.
 
         An all-reduce over a ring is a reduce-scatter and an all-gather, which take half of it each (Korthikanti et al.
         2022), as an all-to-all does.
         """
         total = 0.0
         for one in work.collectives:
-            size = one.bytes.of(self.micro_batch) * (self.tensor if one.kind == "all-gather" else 1)
-            whole = all_reduce(self.tensor, size, *self.inside)
+            members = math.prod(self.mesh.get(axis, 1) for axis in one.axes)
+            size = one.bytes.of(self.micro_batch) * (members if one.kind == "all-gather" else 1)
+            whole = all_reduce(members, size, *self.inside)
             hop = self.inside[0] + size / self.inside[1]
             total += one.times * {"all-reduce": whole, "collective-permute": hop}.get(one.kind, whole / 2)
         return total
@@ -244,7 +246,7 @@ class _Layer:
 def sheet(
     model: ModelConfig,
     device: DeviceSheet,
-    tensor: int,
+    mesh: AxisSizes,
     micro_batch: int,
     save: str,
     inside: tuple[float, float],
@@ -259,7 +261,7 @@ def sheet(
     Args:
         model: model to train.
         device: data sheet.
-        tensor: T.
+        mesh: sizes of the axes that split layers.
         micro_batch: sequences of a micro-batch.
         save: PipelineConfig.save, or what another trainer runs again, one of _OTHERS.
         inside: latency in seconds and bytes/s of a link inside a host.
@@ -274,7 +276,7 @@ def sheet(
     ratio, launch = shares.backward / 2, shares.layer_launch  # 1 if B takes twice as long as F
 
     settled = _settled(model, device.capability, shares.stored_scores)
-    one = _Layer(settled, tensor, sequence_parallel, micro_batch, rates, shares, inside)
+    one = _Layer(settled, mesh, sequence_parallel, micro_batch, rates, shares, inside)
     f, b, w, *_ = one.program("residuals")
     # B's attention counts as two products for each of F's if a family stores scores, with which the constants are
     # fitted. By their own shapes they take up to 3% of a layer's B more or less.
@@ -287,10 +289,11 @@ def sheet(
     again = one.again(save)
     weights = launched(of_kernels + passes.weights, 0.5 * launch)
     rest = launched(rest + passes.split, 1.5 * launch) + one.exchanged(b) + again
-    reduce = all_reduce(tensor, tokens * h * item, *inside)
-    rows = model.padded_vocab // tensor
+    over = parts("vocab", mesh)
+    reduce = all_reduce(over, tokens * h * item, *inside)
+    rows = model.padded_vocab // over
     logits = MatrixProduct(tokens, rows, h), MatrixProduct(tokens, h, rows), MatrixProduct(rows, h, tokens)
-    traffic = 8 * tokens * model.padded_vocab / tensor * item / rates.memory
+    traffic = 8 * tokens * model.padded_vocab / over * item / rates.memory
     head = shares.head * (_seconds(rates, logits, 1) + traffic + 2 * reduce + 20 * LAUNCH)
     embedding = 6 * tokens * h * item / rates.memory + reduce + 4 * LAUNCH
     optimizer = shares.optimizer_bytes / rates.memory
@@ -369,20 +372,21 @@ def layer(
     cluster: Cluster,
     kind: str,
     model: ModelConfig,
-    tensor: int,
+    mesh: AxisSizes,
     micro_batch: int,
     save: str,
     sequence_parallel: bool = False,
 ) -> LayerCosts:
     """Return the costs on a device kind of the cluster: measured if there is a profile, else the data sheet's.
 
-    Profiles are measured without sequence parallelism. Its effect is the data sheet's proportion.
+    Profiles are measured on tensor alone, without sequence parallelism. The effect of that and of other axes is the
+    data sheet's proportion.
 
     Args:
         cluster: cluster with its profile.
         kind: device kind.
         model: model to train.
-        tensor: T.
+        mesh: sizes of the axes that split layers.
         micro_batch: sequences of a micro-batch.
         save: PipelineConfig.save.
         sequence_parallel: MeshConfig.sequence_parallel.
@@ -392,19 +396,19 @@ def layer(
     """
     link = inside(cluster, kind)
     device = cluster.sheet(kind) or _CPU
-    shape = (*profiled(model), tensor, save)
+    shape = (*profiled(model), mesh.get(TENSOR, 1), save)
     # Other architectures of one's own may not be there.
     groups = {row: times for row, times in _groups(cluster, kind).items() if _family(row) in (*FAMILIES, model.module)}
     if not groups:
         if kind == "cpu":
             raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
-        return sheet(model, device, tensor, micro_batch, save, link, cluster.shares, sequence_parallel)
+        return sheet(model, device, mesh, micro_batch, save, link, cluster.shares, sequence_parallel)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]
     times = [name for name in (*TIMES, *PARTS) if name in rows]
     measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in times}
-    here = sheet(model, device, tensor, micro_batch, save, link, sequence_parallel=sequence_parallel)
-    if nearest != shape or sequence_parallel:
+    here = sheet(model, device, mesh, micro_batch, save, link, sequence_parallel=sequence_parallel)
+    if nearest != shape or sequence_parallel or mesh.keys() - {TENSOR}:
         *sizes, other_tensor, other_save = nearest
         names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
         attention = "xla" if model.attention == "xla" else "auto"
@@ -416,7 +420,7 @@ def layer(
         other = dataclasses.replace(model, **values, attention=attention)
         # A profile is measured on groups inside a host, whatever hosts are taken together here.
         measured_inside = inside(cluster.parts or cluster, kind)
-        there = sheet(other, device, other_tensor, micro_batch, other_save, measured_inside)
+        there = sheet(other, device, layer_sizes({TENSOR: other_tensor}), micro_batch, other_save, measured_inside)
         measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
     # If the backward was measured whole, its parts have the data sheet's shares.
     parts = {name: measured["backward"] * getattr(here, name) / here.backward for name in PARTS}
@@ -443,7 +447,7 @@ def unread(model: ModelConfig) -> str:
     """Return the primitives of an architecture of one's own that are not known, in words for reports; "" if all are."""
     if not model.module:
         return ""
-    program = layer_program(model.with_attention(FLASH_CAPABILITY), 1, False, "residuals")
+    program = layer_program(model.with_attention(FLASH_CAPABILITY), UNSPLIT, False, "residuals")
     names = dict.fromkeys(name for work in program[:3] for name in work.unknown)
     return f"; not known are {', '.join(names)}, which count as reading and writing their arrays" if names else ""
 
@@ -474,23 +478,23 @@ def packed_bytes(model: ModelConfig, micro_batch: int, rank: int, parts: int = 1
     return rank * (micro_batch * model.sequence // parts + model.hidden) * ITEM[model.dtype]
 
 
-def layer_parameters(model: ModelConfig, tensor: int) -> int:
-    """Return the parameters of one layer on one device of a tensor group."""
-    return parameters.count(model, tensor=tensor)
+def layer_parameters(model: ModelConfig, mesh: AxisSizes) -> int:
+    """Return the parameters of one layer on one device."""
+    return parameters.count(model, mesh=mesh)
 
 
-def kernels(model: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
+def kernels(model: ModelConfig, mesh: AxisSizes) -> tuple[tuple[int, int], ...]:
     """Return the shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed."""
-    return parameters.kernels(model, tensor)
+    return parameters.kernels(model, mesh)
 
 
-def embedding_parameters(model: ModelConfig, tensor: int, pipe: int) -> int:
+def embedding_parameters(model: ModelConfig, mesh: AxisSizes, pipe: int) -> int:
     """Return the parameters of the vocabulary's tables on one device of the first or the last stage.
 
     Args:
         model: model to train.
-        tensor: T.
+        mesh: sizes of the axes that split layers.
         pipe: P; a single stage has all tables.
     """
-    table = parameters.by_names(model)["embedding", "token"].shape(model, tensor)
+    table = parameters.by_names(model)["embedding", "token"].shape(model, mesh)
     return (model.tables if pipe == 1 else 1) * math.prod(table)

@@ -55,13 +55,13 @@ def sent(sizes: Sizes) -> list[tuple[float, int]]:
     """
     c, model, found = sizes.candidate, sizes.model, []
     for fragment, count in enumerate(layers(model, c)):
-        held = count * costs.layer_parameters(model, c.tensor)
+        held = count * costs.layer_parameters(model, c.layer_sizes)
         if fragment == 0:
             tables = model.tables if len(c.stage_map.ends) == 1 else 1
-            held += parameters.count(model, "embedding", tensor=c.tensor, tables=tables)
+            held += parameters.count(model, "embedding", mesh=c.layer_sizes, tables=tables)
             held += parameters.count(model, "final_norm")
         through, taken = 0.0, 0
-        for shape in costs.kernels(model, c.tensor) if c.coded.outer is not None else ():
+        for shape in costs.kernels(model, c.layer_sizes) if c.coded.outer is not None else ():
             own = part(shape, c.together, c.zero1)
             if c.coded.outer_takes(own, c.apart, c.min_ratio):
                 taken += count * own[0] * own[1]

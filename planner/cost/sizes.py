@@ -56,12 +56,12 @@ class Sizes:
     @functools.cached_property
     def layer_parameters(self) -> int:
         """Parameters of a stage's layer slots on one device."""
-        return self.candidate.slots * costs.layer_parameters(self.model, self.candidate.tensor)
+        return self.candidate.slots * costs.layer_parameters(self.model, self.candidate.layer_sizes)
 
     @functools.cached_property
     def kernels(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the matrices of a layer that may be compressed, on one device."""
-        return costs.kernels(self.model, self.candidate.tensor)
+        return costs.kernels(self.model, self.candidate.layer_sizes)
 
     @property
     def kernel_parameters(self) -> int:
@@ -71,7 +71,7 @@ class Sizes:
     @property
     def rest(self) -> int:
         """Parameters of a layer that are never compressed, on one device."""
-        return costs.layer_parameters(self.model, self.candidate.tensor) - self.kernel_parameters
+        return costs.layer_parameters(self.model, self.candidate.layer_sizes) - self.kernel_parameters
 
     @functools.cached_property
     def compressed_kernels(self) -> tuple[tuple[int, int], ...]:
@@ -100,13 +100,13 @@ class Sizes:
     def embedding_parameters(self) -> int:
         """Parameters of the embedding on one device of the first stage."""
         c = self.candidate
-        return costs.embedding_parameters(self.model, c.tensor, len(c.stage_map.ends))
+        return costs.embedding_parameters(self.model, c.layer_sizes, len(c.stage_map.ends))
 
     def summed(self, axis: str) -> tuple[int, int]:
         """Return the parameters of a stage's layer slots, and of the tables, whose gradients an axis sums."""
         c, sums = self.candidate, AXES[axis].sums
         some = [p for p in table(self.model) if p.split_by(axis) is None and sums(c, p.names)]
-        layer = sum(math.prod(p.shape(self.model, c.tensor)) for p in some if p.lead == "layers")
+        layer = sum(math.prod(p.shape(self.model, c.layer_sizes)) for p in some if p.lead == "layers")
         return c.slots * layer, self.embedding_parameters * any(p.own[0] == "vocab" for p in some)
 
     @property

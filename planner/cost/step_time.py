@@ -92,7 +92,7 @@ class Problem(Sizes):
         kinds = sorted(set(cluster.kinds))
         self.kind_of_host = np.array([kinds.index(kind) for kind in cluster.kinds])
         c = candidate
-        how = (c.tensor, c.micro_batch, c.save, c.sequence_parallel)
+        how = (c.layer_sizes, c.micro_batch, c.save, c.sequence_parallel)
         self.layer = list(layer) or [costs.layer(cluster, kind, model, *how) for kind in kinds]
         self.overlap = cluster.overlaps
         packed = c.backward, c.backward_links

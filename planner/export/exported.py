@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import AXES
+from paxtrain.config.axes import AXES, in_words
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 
@@ -125,7 +125,7 @@ def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
         order: axes in the order in which a trainer counts ranks, slowest first.
 
     Raises:
-        UserError: the plan does not say how many devices a host has.
+        UserError: the plan does not say how many devices a host has, or has several of an axis that is not among them.
     """
     if not plan.devices_per_host:
         raise UserError(
@@ -133,8 +133,10 @@ def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
         )
     mesh, axes, shape = plan.mesh, list(plan.mesh.sizes), tuple(plan.mesh.sizes.values())
     devices = np.array(plan.device_order or range(mesh.devices)).reshape(shape)
-    index = np.indices(shape)
-    turned = [axes.index(axis) for axis in order]
+    index, others = np.indices(shape), [axis for axis in axes if axis not in order]
+    if several := {axis: mesh.sizes[axis] for axis in others if mesh.sizes[axis] > 1}:
+        raise UserError(f"other trainers do not have the plan's {in_words(several)}; a plan with 1 there would fit")
+    turned = [axes.index(axis) for axis in (*order, *others)]
     flat = devices.transpose(turned).ravel()
     per_host = plan.devices_per_host
     names = plan.hosts or _made_up(mesh.devices // per_host)

@@ -229,7 +229,8 @@ class _Settings:
             cluster, t = self.cluster(run, setting), run.trial
             inside = self._once(("inside", id(cluster), kind), lambda: compute.inside(cluster, kind))
             shares = fitted_shares(self.values[setting], speed, stored_scores)
-            how = (t.model, cluster.sheets[kind], t.tp, t.micro_batch, run.candidate.save, inside, shares)
+            c = run.candidate
+            how = (t.model, cluster.sheets[kind], c.layer_sizes, t.micro_batch, c.save, inside, shares)
             return self._once(how, lambda: compute.sheet(*how))
 
         def make() -> list[LayerCosts]:

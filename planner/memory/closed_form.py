@@ -15,11 +15,12 @@ allocated; `per_stage` says which part of it a stage has in use, for drawings.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, ModelConfig
+from paxtrain.config.axes import TENSOR, layer_sizes, more_axes, parts
 from paxtrain.model.fragments import fragment_layers
 from paxtrain.model.parameters import by_names, count, table
 from paxtrain.model.spec import Parameter
@@ -70,6 +71,7 @@ class Shape:
         fragment_layers: layers that a device sends to other groups of each fragment; (): it sends none.
         overlaps: the largest fragment is exchanged under a step; otherwise groups wait.
         min_ratio: factor by which a matrix must shrink to be compressed over data or between groups.
+        others: sizes of the axes besides data, pipe and tensor, by name.
     """
 
     model: ModelConfig
@@ -98,6 +100,12 @@ class Shape:
     fragment_layers: tuple[PerCandidate, ...] = ()
     overlaps: bool = False
     min_ratio: float = 2.0
+    others: Mapping[str, PerCandidate] = dataclasses.field(default_factory=dict)
+
+    @property
+    def mesh(self) -> dict[str, np.ndarray]:
+        """Sizes of the axes that may split layers, by name."""
+        return {name: np.asarray(size) for name, size in {TENSOR: self.tensor, **self.others}.items()}
 
     @property
     def parts(self) -> PerCandidate:
@@ -165,6 +173,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         fragment_layers=fragment_layers(config.model, outer.fragments, counts, stage_of) if outer.every else (),
         overlaps=outer.overlap > 0,
         min_ratio=compress.min_ratio,
+        others={name: mesh.sizes[name] for name in more_axes()},
     )
 
 
@@ -201,11 +210,13 @@ def _of_layer(shape: Shape, save: str, size: Callable[[LayerProgram], Bytes]) ->
         save: PipelineConfig.save, but "inputs".
         size: what it says.
     """
-    tensor, sequence, batch = _columns(shape.tensor, shape.sequence_parallel, shape.micro_batch)
-    found = np.zeros(tensor.shape)
-    for one, splits in set(zip(tensor.ravel().tolist(), sequence.ravel().tolist())):
-        here = size(layer_program(shape.model, one, splits == 1, save))
-        found = np.where((tensor == one) & (sequence == splits), here.of(batch), found)
+    names = tuple(shape.mesh)
+    *how, batch = _columns(*shape.mesh.values(), shape.sequence_parallel, shape.micro_batch)
+    found = np.zeros(batch.shape)
+    for one in set(zip(*(x.ravel().tolist() for x in how))):
+        here = size(layer_program(shape.model, layer_sizes(dict(zip(names, one))), one[-1] == 1, save))
+        same = functools.reduce(np.logical_and, [x == value for x, value in zip(how, one)])
+        found = np.where(same, here.of(batch), found)
     return found
 
 
@@ -242,7 +253,7 @@ def _meets(shape: Shape) -> PerCandidate:
 
 def _matrices(shape: Shape) -> list[tuple[PerCandidate, ...]]:
     """Return the dims of a layer's kernels on a device."""
-    return [p.shape(shape.model, np.asarray(shape.tensor)) for p in table(shape.model) if p.role == "kernel"]
+    return [p.shape(shape.model, shape.mesh) for p in table(shape.model) if p.role == "kernel"]
 
 
 def _count(shape: Shape, p: Parameter) -> PerCandidate:
@@ -258,7 +269,7 @@ def parameters(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]:
     sharded: PerCandidate = 0
     cast: PerCandidate = 0
     for p in table(shape.model):
-        dims = p.shape(shape.model, np.asarray(shape.tensor))
+        dims = p.shape(shape.model, shape.mesh)
         size = _count(shape, p) * functools.reduce(np.multiply, dims)
         splits = functools.reduce(np.logical_or, [np.asarray(d) % shape.data == 0 for d in dims])
         whole = whole + size
@@ -311,7 +322,7 @@ def _table_states(shape: Shape) -> PerCandidate:
         return found + (coded.table_state(*whole, False) if takes else 0)
 
     meets = _meets(shape)
-    rows = np.where(meets, model.tables, 1) * (model.padded_vocab // np.asarray(shape.tensor))
+    rows = np.where(meets, model.tables, 1) * (model.padded_vocab // parts("vocab", shape.mesh))
     return np.vectorize(one, otypes=[float])(*_columns(rows, shape.data, meets, shape.zero1))
 
 
@@ -389,7 +400,7 @@ def _head(shape: Shape) -> PerCandidate:
 
     With one stage the table's gradient goes straight into its accumulator.
     """
-    rows, several = shape.model.padded_vocab / np.asarray(shape.tensor), np.asarray(shape.pipe) > 1
+    rows, several = shape.model.padded_vocab / parts("vocab", shape.mesh), np.asarray(shape.pipe) > 1
     logits, table = shape.tokens * rows, rows * shape.model.hidden
     return (_ACCUMULATOR + shape.compute) * logits + several * shape.compute * table
 
@@ -412,16 +423,17 @@ def _backward(shape: Shape) -> PerCandidate:
     XLA fuses most passes over one layer's activations; about six in float32 and some in the compute dtype remain. These
     figures and those of `_fused` are read off XLA's buffer assignments; all others here are counted from the code.
     """
-    model, c, t, tensor = shape.model, shape.compute, shape.tokens, np.asarray(shape.tensor)
+    model, c, t = shape.model, shape.compute, shape.tokens
     gathered = 4 * c * (np.asarray(shape.sequence_parallel) == 1)
-    layer = t * model.hidden * (24 / shape.parts + 5.5 * c + gathered + 7 * c / tensor)
+    layer = t * model.hidden * (24 / shape.parts + 5.5 * c + gathered + 7 * c / parts("ffn", shape.mesh))
     layer = layer + _of_layer(shape, "residuals", _scores) * (4 + c)
     if model.separator >= 0:  # the mask; its gradient, which nothing uses, finds room elsewhere
         layer = layer + _of_layer(shape, "residuals", _masks) * c * model.sequence**2
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)
-    return again + layer + waits * c * count(model, role="kernel") / tensor * shape.slots
+    kernels = sum(functools.reduce(np.multiply, dims) for dims in _matrices(shape))
+    return again + layer + waits * c * kernels * shape.slots
 
 
 def analytic(shape: Shape) -> Memory:
@@ -461,7 +473,7 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
     layers = np.add.reduce(config.stage_map.by_stage(config.stage_layers))
     of_layers = layers / (shape.slots * v)
     tables = shape.model.tables if len(config.stage_map.ends) == 1 else 1
-    embedding = count(shape.model, "embedding", tensor=config.mesh.tensor, tables=tables)
+    embedding = count(shape.model, "embedding", mesh=config.mesh.layer_sizes, tables=tables)
     held = float(embedding / parameters(shape)[0])  # the embedding's share of the slots' parameters
     used = of_layers * (1 - held) + np.isin(s, config.stage_map.ends) * held
     in_use = config.pipeline.spec.residual_slots(s, stages, v, m) / np.maximum(ring_slots(shape), 1)

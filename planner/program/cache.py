@@ -12,37 +12,41 @@ from typing import Any
 
 from paxtrain import files
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import TENSOR, AxisSizes
 from paxtrain.errors import UserError
 from planner.program.layer_program import Bytes, LayerCollective, LayerProgram, MatrixProduct, Work
 
+_OUTSIDE = ("padded_vocab", "vocab")  # sizes of a model that its layers do not have
 _SOURCES = ("compress/collectives.py", "paxtrain/model", "paxtrain/pipeline")
 
 
 @functools.lru_cache(maxsize=4096)
-def layer_program(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) -> LayerProgram:
+def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str) -> LayerProgram:
     """Return the program of a model's layers.
 
     Args:
         model: model whose attention is settled, see ModelConfig.with_attention.
-        tensor: size of the tensor axis; it divides the model.
+        mesh: sizes of the axes that split layers; they divide the model.
         sequence_parallel: MeshConfig.sequence_parallel.
         save: PipelineConfig.save, except "inputs", which keeps nothing of a layer; its F and B are those of
             "residuals", and F runs twice.
 
     Raises:
-        UserError: tensor does not divide the model.
+        UserError: an axis does not divide the model.
     """
-    sizes = model.split_sizes | {"sequence": model.sequence if sequence_parallel else tensor, "padded_vocab": tensor}
-    if wrong := [f"model.{name}={size}" for name, size in sizes.items() if size % tensor]:
-        raise UserError(f"a tensor axis of {tensor} devices cannot split {' and '.join(wrong)}; a divisor could")
+    sequence_parallel = bool(sequence_parallel) and TENSOR in mesh
+    for axis, n in mesh.items():
+        sizes = model.split_by(axis) | ({"sequence": model.sequence} if sequence_parallel and axis == TENSOR else {})
+        if wrong := [f"model.{name}={size}" for name, size in sizes.items() if size % n and name not in _OUTSIDE]:
+            raise UserError(f"a {axis} axis of {n} devices cannot split {' and '.join(wrong)}; a divisor could")
     # All layers are alike.
-    return _program(dataclasses.replace(model, layers=1), int(tensor), bool(sequence_parallel) and tensor > 1, save)
+    return _program(dataclasses.replace(model, layers=1), mesh, sequence_parallel, save)
 
 
 @functools.lru_cache(maxsize=4096)
-def _program(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) -> LayerProgram:
+def _program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str) -> LayerProgram:
     version = importlib.metadata.version("jax")
-    key = [dataclasses.asdict(model), tensor, sequence_parallel, save, version, _fingerprint()]
+    key = [dataclasses.asdict(model), mesh, sequence_parallel, save, version, _fingerprint()]
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = files.cache_folder("programs") / f"{name}.json"
     try:
@@ -53,7 +57,7 @@ def _program(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str
         pass
     from planner.program import reading  # here, since it imports jax, which takes long
 
-    found = reading.read(model, tensor, sequence_parallel, save)
+    found = reading.read(model, mesh, sequence_parallel, save)
     if not model.module:  # whose source may change unseen
         files.keep(path, json.dumps({"digest": _digest(found), "program": found}))
     return found
@@ -76,7 +80,7 @@ def _parse(values: list) -> LayerProgram:
 
 def _work(values: list) -> Work:
     products, attention, fused, collectives, moved, unknown = values
-    exchanged = (LayerCollective(kind, axis, Bytes(*size), count) for kind, axis, size, count in collectives)
+    exchanged = (LayerCollective(kind, tuple(axes), Bytes(*size), count) for kind, axes, size, count in collectives)
     return Work(
         _products(products), _products(attention), _products(fused), tuple(exchanged), Bytes(*moved), tuple(unknown)
     )

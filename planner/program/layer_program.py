@@ -1,4 +1,4 @@
-"""The work of one layer on one device of a tensor group, read from its traced program, for any micro-batch."""
+"""The work of one layer on one device, read from its traced program, for any micro-batch."""
 
 from typing import Any, NamedTuple
 
@@ -49,13 +49,13 @@ class LayerCollective(NamedTuple):
 
     Attributes:
         kind: name that paxtrain.xla.traced gives it.
-        axis: mesh axis.
+        axes: mesh axes that it runs over, in the order of the mesh.
         bytes: bytes of one device's operand: for an all-gather its part, for a reduce-scatter all that it reduces.
         times: number of such collectives.
     """
 
     kind: str
-    axis: str
+    axes: tuple[str, ...]
     bytes: Bytes
     times: int = 1
 
@@ -93,7 +93,7 @@ def _beyond(some: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class LayerProgram(NamedTuple):
-    """One layer of a model on one device of a tensor group, in one save mode.
+    """One layer of a model on one device, in one save mode.
 
     Attributes:
         forward: F.

@@ -15,12 +15,12 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import TENSOR
+from paxtrain.config.axes import AXES, TENSOR, AxisSizes, in_words
 from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
 from paxtrain.model.context import Dropout
 from paxtrain.model.spec import Params
-from paxtrain.model.tensor_parallel import WHOLE, Group
+from paxtrain.model.tensor_parallel import Group
 from paxtrain.pipeline.residuals import SplitVjp, save_policy
 from paxtrain.pipeline.split_backward import SplitBackward
 from paxtrain.process.jax_private import without_cudnn
@@ -34,31 +34,32 @@ _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093)
 Counted = TypeVar("Counted", MatrixProduct, LayerCollective)
 
 
-def read(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) -> LayerProgram:
+def read(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str) -> LayerProgram:
     """Return the program of a layer, see planner.program.cache.layer_program.
 
     Raises:
         UserError: the layer of an architecture of one's own cannot be traced.
     """
     rows = {p.names[1:]: p for p in parameters.table(model) if p.names[0] == "layers"}
-    weights = {n: _array(p.shape(model, tensor), model.dtype if p.cast else "float32") for n, p in rows.items()}
-    sizes = [size for leaf in weights.values() for size in leaf.shape]
-    sizes += [model.sequence, model.heads, model.head_dim, tensor]
-    batch = next(prime for prime in _PRIMES if all(size % prime for size in sizes))
+    weights = {n: _array(p.shape(model, mesh), model.dtype if p.cast else "float32") for n, p in rows.items()}
+    known = [size for leaf in weights.values() for size in leaf.shape]
+    known += [model.sequence, model.heads, model.head_dim, *mesh.values()]
+    batch = next(prime for prime in _PRIMES if all(size % prime for size in known))
     found: list[LayerProgram] = []
 
     def device(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> jax.Array:
         found.append(
             _Reader(batch, bool(model.module)).layer(
-                model, tensor, sequence_parallel, save, (weights, x, index, random, starts)
+                model, mesh, sequence_parallel, save, (weights, x, index, random, starts)
             )
         )
         return x
 
-    mesh = AbstractMesh((tensor,), (TENSOR,), axis_types=(AxisType.Auto,))
+    sizes = tuple(mesh.get(axis, 1) for axis in AXES)
+    devices = AbstractMesh(sizes, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
     # One device's arrays, as if all devices had the same.
-    mapped = jax.shard_map(device, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-    x = _array((batch, model.sequence // (tensor if sequence_parallel else 1), model.hidden), model.dtype)
+    mapped = jax.shard_map(device, mesh=devices, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    x = _array((batch, model.sequence // (mesh[TENSOR] if sequence_parallel else 1), model.hidden), model.dtype)
     random = Dropout(_array((2,), "uint32"), _array((batch,), "int32")) if model.residual_dropout else None
     starts = _array((batch, model.sequence), "int32") if model.separator >= 0 else None
     try:
@@ -68,7 +69,8 @@ def read(model: ModelConfig, tensor: int, sequence_parallel: bool, save: str) ->
         if not model.module:
             raise
         raise UserError(
-            f"model.module={model.module}: tracing its layer for tensor={tensor} raises {type(error).__name__}: {error}"
+            f"model.module={model.module}: tracing its layer for {in_words({TENSOR: 1} | mesh)} raises "
+            f"{type(error).__name__}: {error}"
         ) from error
     return found[0]
 
@@ -87,18 +89,18 @@ class _Reader:
         self._batch, self._passes = batch, passes
 
     def layer(
-        self, model: ModelConfig, tensor: int, sequence_parallel: bool, save: str, arguments: tuple
+        self, model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str, arguments: tuple
     ) -> LayerProgram:
         """Return the program of a layer from inside of shard_map.
 
         Args:
             model: the model.
-            tensor: size of the tensor axis.
+            mesh: sizes of the axes that split layers.
             sequence_parallel: whether the sequence is split.
             save: PipelineConfig.save.
             arguments: weights, x, the layer's index, the randomness of dropout, and the documents' beginnings.
         """
-        group = Group(TENSOR, sequence_parallel) if tensor > 1 else WHOLE
+        group = Group.of(mesh, sequence_parallel)
         weights, x, *rest = arguments
 
         def layer(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> Any:
@@ -178,7 +180,7 @@ class _Reader:
                 products[self._convolution(equation)] += turns
             elif name in traced.KINDS:
                 size = self._bytes([x.aval for x in equation.invars])
-                exchanged[LayerCollective(traced.KINDS[name], TENSOR, size)] += turns
+                exchanged[LayerCollective(traced.KINDS[name], _in_order(traced.axes(params)), size)] += turns
         moved, unknown = self._moved(program, results)
         return Work(_counted(products), _counted(batched), _counted(fused), _counted(exchanged), moved, unknown)
 
@@ -200,6 +202,11 @@ class _Reader:
         kernel, made = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
         features = kernel[numbers.rhs_spec[0]]
         return self._product(math.prod(made) // features, features // groups, math.prod(kernel) // features, groups)
+
+
+def _in_order(axes: Sequence[str]) -> tuple[str, ...]:
+    """Return mesh axes in the order of the mesh."""
+    return tuple(axis for axis in AXES if axis in axes)
 
 
 def _counted(found: collections.Counter[Counted]) -> tuple[Counted, ...]:

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from paxtrain.config.axes import AXES
+from paxtrain.config.axes import AXES, inside_axes
 from paxtrain.model import parameters
 from paxtrain.tables import times
 from planner.report import answers, drawings, gantt, groups, traffic
@@ -105,7 +105,7 @@ def page(report: Report) -> str:
         ("Links before and after placement", links_words, _scrolled(links_chart)),
         ("One training step", schedule_words, _scrolled(schedule_chart)),
         ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
-        ("Bytes", _BYTES_WORDS, _traffic(report)),
+        ("Bytes", _bytes_words(), _traffic(report)),
         ("Memory", f"{memory_words(report)}. {_MEMORY_WORDS}", _scrolled(drawings.memory(report)) + _oracle(report)),
         ("Step time against memory", _TRADE_WORDS, _scrolled(drawings.trade(report))),
         ("Why not another plan?", "", _explained(report)),
@@ -222,9 +222,9 @@ def _what_ifs(report: Report) -> str:
     return f'<div class="scroll"><table><tr>{_cells(answers.WHAT_IF_HEADS, "th", (0, 4))}</tr>{rows}</table></div>'
 
 
-_BYTES_WORDS = (
-    "What a step sends, all devices together. Sums inside tensor groups stay in their hosts and do not count."
-)
+def _bytes_words() -> str:
+    inside = f"Sums inside {' and '.join(inside_axes())} groups stay in their hosts and do not count."
+    return f"What a step sends, all devices together. {inside}"
 
 
 def _traffic(report: Report) -> str:

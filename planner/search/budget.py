@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from paxtrain.config import ModelConfig, OuterConfig, scans
+from paxtrain.config.axes import more_axes
 from paxtrain.model.fragments import fragment_layers
 from paxtrain.schedule.schedules import name_of, spec_of
 from planner.cluster.cluster import Cluster
@@ -58,6 +59,7 @@ class Budget:
             data=space.together,
             pipe=space.pipe,
             tensor=space.tensor,
+            others={name: space.column(name) for name in more_axes()},
             virtual_stages=space.chunks,
             slots=space.slots,
             common=common,

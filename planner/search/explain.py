@@ -26,7 +26,6 @@ from planner.search.space import (
     message_shape,
     numbers_of,
     sharding_problem,
-    split_sizes,
 )
 
 _FREE = tuple(name for name in COLUMNS if name not in (*AXES, "micro_batch", "micro_batches"))  # not changed by factors
@@ -160,11 +159,13 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"{' x '.join(inside_axes())} groups stay inside a host of {cluster.devices_per_host} devices"
     for axis in inside_axes():
         parts = changed[axis]
-        for name, size in split_sizes(model, axis).items():
+        for name, size in model.split_by(axis).items():
             if size % parts:
                 vocabulary = model.vocabulary_for(parts) if axis == TENSOR else 0
                 fits = f"; model.vocab_multiple={vocabulary} would fit" if vocabulary else ""
                 return f"{axis}={parts} does not divide model.{name}={size}{fits}"
+    if wrong := model.undivided({axis: changed[axis] for axis in inside_axes()}):
+        return f"{' x '.join(inside_axes())} does not divide the model's {in_words(wrong)}"
     if pipe * changed["chunks"] > model.layers:
         return f"{pipe * changed['chunks']} virtual stages are more than the model's {model.layers} layers"
     if global_batch % math.prod(changed[name] for name in (*batch_axes(), "micro_batch")):
@@ -201,8 +202,8 @@ def require_compression(space: Space, model: ModelConfig, choices: Choices) -> N
     if choices.data_ranks and len(several) and not several.data_rank.any():
         raise UserError(_why_no_gradients(several, model, choices))
     if choices.coded.weights is not None and any(choices.zero1) and len(several) and not several.zero1.any():
-        data, tensor = int(several.data[0]), int(several.tensor[0])
-        raise UserError(sharding_problem(choices, model, data, tensor, True))
+        sizes, where = several.layer_sizes
+        raise UserError(sharding_problem(choices, model, int(several.data[0]), sizes[where[0]], True))
 
 
 def _why_no_messages(space: Space, model: ModelConfig, choices: Choices) -> str:
@@ -217,15 +218,16 @@ def _why_no_messages(space: Space, model: ModelConfig, choices: Choices) -> str:
 
 def _why_no_gradients(space: Space, model: ModelConfig, choices: Choices) -> str:
     """Return why no candidate compresses gradients over data; the arguments are those of `require_compression`."""
-    coded, meshes = choices.coded, sorted(set(zip(space.tensor.tolist(), space.together.tolist())))
+    coded, (sizes, where) = choices.coded, space.layer_sizes
+    different = sorted(set(zip(where.tolist(), space.together.tolist())))
+    meshes = [(compute.kernels(model, sizes[i]), together) for i, together in different]
     if coded.data is not None:
-        tensor, together = meshes[0]
-        return coded.data_problem(compute.kernels(model, tensor), together, choices.min_ratio)
+        return coded.data_problem(*meshes[0], choices.min_ratio)
 
     def useful(matrix: tuple[int, int]) -> int:
         return largest_rank(*matrix, choices.min_ratio)
 
-    cut = filter(None, (coded.parts(compute.kernels(model, tensor), together) for tensor, together in meshes))
+    cut = filter(None, (coded.parts(*mesh) for mesh in meshes))
     best = max((min(parts, key=useful) for parts in cut), key=useful, default=None)
     if best is None:
         return (

@@ -9,9 +9,11 @@ schedules and compression of the plans that were ranked. Their placement is quic
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
+from paxtrain.config.axes import AXES
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import parts
 from planner.cluster.cluster import Cluster, of_hosts
@@ -56,10 +58,12 @@ def divides_badly(devices: int, global_batch: int) -> bool:
 def most_sequences(search: Search) -> Array:
     """Return the sequences a second that no plan exceeds on each host, [H]."""
     cluster, model = search.cluster, search.model
-    sizes, quickest = {(int(t), int(b)) for t, b in zip(search.space.tensor, search.space.micro_batch)}, {}
+    (sizes, where), quickest = search.space.layer_sizes, {}
+    devices = [math.prod(n for axis, n in mesh.items() if not AXES[axis].batch) for mesh in sizes]
+    pairs = set(zip(where.tolist(), search.space.micro_batch.tolist()))
     for kind in set(cluster.kinds):
-        costs = [(t, b, compute.layer(cluster, kind, model, t, b, "residuals")) for t, b in sizes]
-        quickest[kind] = min((x.forward + x.backward) * model.layers * t / b for t, b, x in costs)
+        costs = [(i, b, compute.layer(cluster, kind, model, sizes[i], b, "residuals")) for i, b in pairs]
+        quickest[kind] = min((x.forward + x.backward) * model.layers * devices[i] / b for i, b, x in costs)
     return cluster.devices_per_host / np.array([quickest[kind] for kind in cluster.kinds])
 
 

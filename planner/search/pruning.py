@@ -40,8 +40,8 @@ def item(model: ModelConfig) -> int:
 
 def parameters(model: ModelConfig, space: Space) -> Array:
     """Return the parameters [N] of a stage's layer slots on one device, if layers are spread evenly."""
-    per_layer = {t: costs.layer_parameters(model, t) for t in set(space.tensor.tolist())}
-    return np.array([per_layer[t] for t in space.tensor.tolist()]) * space.slots * space.chunks
+    sizes, where = space.layer_sizes
+    return np.array([costs.layer_parameters(model, one) for one in sizes])[where] * space.slots * space.chunks
 
 
 def compute(cluster: Cluster, model: ModelConfig, space: Space, kinds: Sequence[str] = ()) -> dict[str, Array]:
@@ -53,12 +53,13 @@ def compute(cluster: Cluster, model: ModelConfig, space: Space, kinds: Sequence[
         space: N candidates.
         kinds: kinds to choose from; all that the cluster has if empty.
     """
-    keys = np.stack([space.tensor, space.micro_batch, space.save, space.sequence_parallel])
+    sizes, which = space.layer_sizes
+    keys = np.stack([which, space.micro_batch, space.save, space.sequence_parallel])
     different, where = np.unique(keys, axis=1, return_inverse=True)
     kinds = kinds or sorted(set(cluster.kinds))
     rows = []
-    for tensor, micro_batch, save, sequence in different.T.tolist():
-        how = (tensor, micro_batch, SAVE_MODES[save], bool(sequence))
+    for one, micro_batch, save, sequence in different.T.tolist():
+        how = (sizes[one], micro_batch, SAVE_MODES[save], bool(sequence))
         found = [costs.layer(cluster, kind, model, *how) for kind in kinds]
         rows.append([min(getattr(x, name) for x in found) for name in (*costs.TIMES, *costs.PARTS)])
     table = np.array(rows)[where.ravel()]
@@ -188,11 +189,9 @@ def _meets(space: Space) -> Array:
 
 
 def _facts(cluster: Cluster, model: ModelConfig, space: Space) -> _Facts:
-    def by_tensor(quantity: Callable[[int], float]) -> Array:
-        sizes = sorted(set(space.tensor.tolist()))
-        return np.array([quantity(t) for t in sizes])[np.searchsorted(sizes, space.tensor)]
-
-    table = by_tensor(lambda t: costs.embedding_parameters(model, t, 2)) * np.where(_meets(space), model.tables, 1)
+    sizes, where = space.layer_sizes
+    of_stage = np.array([costs.embedding_parameters(model, one, 2) for one in sizes])[where]
+    table = of_stage * np.where(_meets(space), model.tables, 1)
     fastest = _fastest(cluster, space)
     return _Facts(compute(cluster, model, space), *fastest, parameters(model, space), table)
 
@@ -300,11 +299,11 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     # An uneven split has a stage with more slots. They take longer to reduce, and hide more of it. Both are linear in
     # the slots, so the least of their difference is at an end.
     widest = model.layers - space.pipe * space.chunks + 1
-    sizes = sorted(set(space.tensor.tolist()))
-    index = np.searchsorted(sizes, space.tensor)
-    kernels = {t: costs.kernels(model, t) for t in sizes}
-    rest = np.array([costs.layer_parameters(model, t) - sum(n * k for n, k in kernels[t]) for t in sizes])[index]
-    sides = np.array([sum(n + k for n, k in kernels[t]) for t in sizes])[index]
+    sizes, where = space.layer_sizes
+    kernels = [costs.kernels(model, one) for one in sizes]
+    beside = [costs.layer_parameters(model, one) - sum(n * k for n, k in some) for one, some in zip(sizes, kernels)]
+    rest = np.array(beside)[where]
+    sides = np.array([sum(n + k for n, k in some) for some in kernels])[where]
     factors = space.chunks * (rest * size + space.data_rank * sides * MASTER)  # of a slot of each chunk
     passes = POWER_PASSES * held * MASTER * facts.costs["optimizer"] / cluster.shares.optimizer_bytes
     known = facts.coded.data is None and facts.coded.inside <= 1

@@ -11,9 +11,19 @@ import numpy as np
 
 from compress.policy import largest_rank
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig, OuterConfig
-from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, batch_axes, inside_axes, more_axes
+from paxtrain.config.axes import (
+    AXES,
+    DATA,
+    PIPE,
+    TENSOR,
+    AxisSizes,
+    batch_axes,
+    inside_axes,
+    layer_axes,
+    layer_sizes,
+    more_axes,
+)
 from paxtrain.errors import UserError
-from paxtrain.model.spec import sizes as dims_of
 from paxtrain.schedule.schedules import FAMILY, ScheduleSpec, between_ends, code, name_of, names, spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost import compute, outer
@@ -151,6 +161,13 @@ class Space:
         """Devices that share a seat, see `Candidate.seat`."""
         return functools.reduce(np.multiply, [self.column(name) for name in inside_axes()])
 
+    @functools.cached_property
+    def layer_sizes(self) -> tuple[list[AxisSizes], Array]:
+        """The different sizes of the axes that split layers, and which of these each candidate has, [N]."""
+        names = layer_axes()
+        keys, where = np.unique([self.column(name) for name in names], axis=1, return_inverse=True)
+        return [layer_sizes(dict(zip(names, sizes))) for sizes in keys.T.tolist()], where.ravel()
+
     def column(self, name: str) -> Array:
         """Return the column of a field of candidates, or of the size of an axis."""
         return self.others[:, more_axes().index(name)] if name in more_axes() else getattr(self, name)
@@ -211,11 +228,6 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def split_sizes(model: ModelConfig, axis: str) -> dict[str, int]:
-    """Return the sizes of a model that an axis inside hosts has to divide, by name; 1 for what the model has not."""
-    return model.split_sizes if axis == TENSOR else {dim: dims_of(model).get(dim, 1) for dim in AXES[axis].dims}
-
-
 def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[dict[str, int]]:
     """Yield the sizes of all axes, by name, of the meshes that fill the devices and that the records allow."""
     asked, per_host = {name: some for name, some in choices.sizes.items() if some}, cluster.devices_per_host
@@ -223,20 +235,20 @@ def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[
         [
             size
             for size in asked.get(name) or divisors(per_host)
-            if size <= AXES[name].most and not any(whole % size for whole in split_sizes(model, name).values())
+            if size <= AXES[name].most and not any(whole % size for whole in model.split_by(name).values())
         ]
         for name in inside_axes()
     ]
     for inside in itertools.product(*sizes):
-        seat = math.prod(inside)
+        seat, mesh = math.prod(inside), dict(zip(inside_axes(), inside))
         # Of hosts taken together only seats that fill them are known: smaller ones lie on other links.
-        if per_host % seat or (cluster.parts and seat != per_host):
+        if per_host % seat or (cluster.parts and seat != per_host) or model.undivided(mesh):
             continue
         for pipe in divisors(cluster.devices // seat):
             data = cluster.devices // seat // pipe
-            mesh = dict.fromkeys(AXES, 1) | dict(zip(inside_axes(), inside)) | {DATA: data, PIPE: pipe}
-            if pipe <= model.layers and all(mesh[name] in some for name, some in asked.items()):
-                yield mesh
+            whole = dict.fromkeys(AXES, 1) | mesh | {DATA: data, PIPE: pipe}
+            if pipe <= model.layers and all(whole[name] in some for name, some in asked.items()):
+                yield whole
 
 
 def _ranks(mesh: Mapping[str, int]) -> int:
@@ -325,15 +337,15 @@ def _rows(
         return not problem
 
     for mesh in meshes:
-        data, pipe, tensor, ranks = mesh[DATA], mesh[PIPE], mesh[TENSOR], _ranks(mesh)
+        data, pipe, tensor, ranks, split = mesh[DATA], mesh[PIPE], mesh[TENSOR], _ranks(mesh), layer_sizes(mesh)
         others = tuple(mesh[name] for name in more_axes())
         if global_batch % ranks:
             continue
         together = data // choices.apart(data)
-        if not takes(_table_problem(choices, model, together, pipe, tensor)):
+        if not takes(_table_problem(choices, model, together, pipe, split)):
             continue
         zero1 = choices.zero1 if together > 1 else choices.zero1[:1]
-        zero1 = tuple(z for z in zero1 if takes(sharding_problem(choices, model, data, tensor, z)))
+        zero1 = tuple(z for z in zero1 if takes(sharding_problem(choices, model, data, split, z)))
         sizes = [b for b in divisors(global_batch // ranks) if not choices.micro_batch or b in choices.micro_batch]
         for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
             m = global_batch // ranks // micro_batch
@@ -345,7 +357,7 @@ def _rows(
                 message = message_shape(model, tensor, micro_batch, sequence)
                 if pipe > 1 and not takes(_activations_problem(choices, model, message)):
                     continue
-                policies = _compressions(choices, model, together, pipe, tensor, message)
+                policies = _compressions(choices, model, together, pipe, split, message)
                 if spec_of(name).place(pipe, chunks).folded:  # messages travel as they are
                     policies = [] if choices.coded.compresses_forward else [one for one in policies if not one[0]]
                 for save, zero, policy, uneven in itertools.product(saves, zero1, policies, by_speed):
@@ -422,7 +434,7 @@ def _activations_problem(choices: Choices, model: ModelConfig, message: tuple[in
     return coded.message_problem("forward", message, model.dtype, choices.min_ratio) if coded.compresses_forward else ""
 
 
-def _table_problem(choices: Choices, model: ModelConfig, together: int, pipe: int, tensor: int) -> str:
+def _table_problem(choices: Choices, model: ModelConfig, together: int, pipe: int, mesh: AxisSizes) -> str:
     """Return why the trainer would refuse the codec of the embedding's gradients on a mesh; "" if not.
 
     Args:
@@ -430,23 +442,23 @@ def _table_problem(choices: Choices, model: ModelConfig, together: int, pipe: in
         model: model to split.
         together: data ranks that train together.
         pipe: size of the pipe axis.
-        tensor: size of the tensor axis.
+        mesh: sizes of the axes that split layers.
     """
-    rows = compute.embedding_parameters(model, tensor, pipe) // model.hidden
+    rows = compute.embedding_parameters(model, mesh, pipe) // model.hidden
     return choices.coded.table_problem((rows, model.hidden), together, pipe, choices.min_ratio)
 
 
-def sharding_problem(choices: Choices, model: ModelConfig, data: int, tensor: int, zero1: bool) -> str:
+def sharding_problem(choices: Choices, model: ModelConfig, data: int, mesh: AxisSizes, zero1: bool) -> str:
     """Return why the trainer would refuse the codec of weights, or of what groups exchange, on a mesh; "" if not.
 
     Args:
         choices: choices with the codecs.
         model: model to split.
         data: size of the data axis.
-        tensor: size of the tensor axis.
+        mesh: sizes of the axes that split layers.
         zero1: whether the optimizer's state is split over data.
     """
-    coded, groups, kernels = choices.coded, choices.apart(data), compute.kernels(model, tensor)
+    coded, groups, kernels = choices.coded, choices.apart(data), compute.kernels(model, mesh)
     if zero1 and (problem := coded.weights_problem(kernels, data // groups, model.dtype)):
         return problem
     own = [outer.part(shape, data // groups, zero1) for shape in kernels]
@@ -454,7 +466,7 @@ def sharding_problem(choices: Choices, model: ModelConfig, data: int, tensor: in
 
 
 def _compressions(
-    choices: Choices, model: ModelConfig, together: int, pipe: int, tensor: int, message: tuple[int, int, int]
+    choices: Choices, model: ModelConfig, together: int, pipe: int, mesh: AxisSizes, message: tuple[int, int, int]
 ) -> list[tuple[int, int, int]]:
     """Return (backward, its rank, rank over data) of each kind of compression that the trainer would apply.
 
@@ -463,7 +475,7 @@ def _compressions(
         model: model to split.
         together: data ranks that train together.
         pipe: size of the pipe axis.
-        tensor: size of the tensor axis.
+        mesh: sizes of the axes that split layers.
         message: shape of a message between stages.
     """
     n, k = math.prod(message[:-1]), message[-1]
@@ -478,7 +490,7 @@ def _compressions(
         between += [(kind, CODED) for kind in kinds if takes]
     elif kinds:
         between += [(kind, r) for kind in kinds for r in choices.backward_ranks if r <= useful(n, k)]
-    over, kernels = [0], compute.kernels(model, tensor)
+    over, kernels = [0], compute.kernels(model, mesh)
     if together > 1 and coded.data is not None:
         over += [CODED] if choices.data_ranks and not coded.data_problem(kernels, together, ratio) else []
     elif together > 1:

@@ -94,8 +94,8 @@ def traffic(model: ModelConfig, candidate: Candidate) -> Traffic:
     """
     c, d = candidate, candidate.data
     message = costs.message_bytes(model, c.micro_batch, c.parts)
-    table = costs.embedding_parameters(model, c.tensor, c.pipe) * MASTER
-    layers = c.slots * costs.layer_parameters(model, c.tensor) * MASTER
+    table = costs.embedding_parameters(model, c.layer_sizes, c.pipe) * MASTER
+    layers = c.slots * costs.layer_parameters(model, c.layer_sizes) * MASTER
     # Without fusing: a mean over data of each copy, then their sum (docs/compression.md).
     return Traffic(c.micro_batches * message, table * (3 * d - 2) / d, layers * 2 * (d - 1) / d)
 
@@ -115,7 +115,7 @@ class Left(NamedTuple):
 def left(model: ModelConfig, candidate: Candidate, ranks: dict[str, int]) -> Left:
     """Return the shares that ranks leave of a message and of a layer's kernels."""
     rows = candidate.micro_batch * model.sequence
-    kernels = costs.kernels(model, candidate.tensor)
+    kernels = costs.kernels(model, candidate.layer_sizes)
     factors = sum(ranks["data.rank"] * (n + k) for n, k in kernels)
     message = 1 / compression_ratio(rows, model.hidden, ranks["backward.rank"])
     return Left(message, factors / sum(n * k for n, k in kernels))

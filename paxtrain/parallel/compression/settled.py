@@ -195,9 +195,9 @@ class Compression:
     @functools.cached_property
     def kernels(self) -> dict[LayerPath, tuple[int, ...]]:
         """Shapes of the layers' kernels on one device, by path."""
-        model, tensor = self.config.model, self.config.mesh.tensor
+        model, sizes = self.config.model, self.config.mesh.sizes
         rows = [p for p in self.layout.rows.values() if p.role == "kernel"]
-        return {(p.names[1], p.names[2]): p.shape(model, tensor) for p in rows}
+        return {(p.names[1], p.names[2]): p.shape(model, sizes) for p in rows}
 
     @property
     def matrices(self) -> dict[LayerPath, tuple[int, int]]:

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import layer_sizes
 from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
 from paxtrain.testing import check_model
@@ -38,7 +39,7 @@ def test_it_has_what_the_trainer_needs_of_a_model():
 
 
 def test_the_planner_knows_all_that_its_layer_does():
-    program = layer_program(dataclasses.replace(SMALL, dtype="bfloat16"), 2, False, "dots")
+    program = layer_program(dataclasses.replace(SMALL, dtype="bfloat16"), layer_sizes({"tensor": 2}), False, "dots")
     assert program.forward.unknown == program.backward.unknown == ()
     heads, dim, hidden, wide = 4, 8, 32, 128
     found = sum(one.m * one.n * one.k * one.times for one in program.forward.products)  # of a sequence, tensor=2

@@ -10,6 +10,7 @@ import pytest
 
 import paxtrain
 from paxtrain.config import ModelConfig, from_dict
+from paxtrain.config.axes import UNSPLIT, layer_sizes
 from paxtrain.config.model import FAMILIES, Family
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
@@ -167,8 +168,8 @@ def test_layers_of_two_kinds_are_counted_each():
 def test_a_layer_that_returns_another_dtype_is_refused():
     model = dataclasses.replace(config(BAD + "Wider").model, dtype="bfloat16")
     with pytest.raises(UserError, match=r"given x as bfloat16\[1,16,32\] and returns float32\[1,16,32\]"):
-        transformer.check_layer(model, 1, False)
-    transformer.check_layer(dataclasses.replace(model, module=BAD + "Plain"), 2, True)
+        transformer.check_layer(model, UNSPLIT, False)
+    transformer.check_layer(dataclasses.replace(model, module=BAD + "Plain"), layer_sizes({"tensor": 2}), True)
 
 
 def test_embedding_and_head_may_be_its_own():

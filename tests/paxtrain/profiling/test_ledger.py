@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from paxtrain.config import Config
+from paxtrain.config.axes import UNSPLIT
 from paxtrain.config.load import load_config
 from paxtrain.devices.gpus import GPUS
 from paxtrain.profiling import ledger
@@ -54,7 +55,7 @@ def test_saving_products_only_runs_none_of_them_twice_and_moves_little_more(resi
     c = ledger.one_device(load_config("gpt_1_3b"))
     itself = dataclasses.replace(c.model, module="paxtrain.model.gpt2:GPT2")
     for save, compiled in (("residuals", residuals), ("dots", dots)):
-        program = layer_program(itself, 1, False, save)
+        program = layer_program(itself, UNSPLIT, False, save)
         moved = sum(size.of(c.batch.micro_batch) for size in (program.forward.moved, program.moved))
         assert c.model.layers * moved == pytest.approx(compiled.moved["layers"], rel=0.1)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxtrain.config.axes import UNSPLIT, layer_sizes
 from paxtrain.model import parameters, transformer
 from planner.cluster.cluster import Cluster, Shares
 from planner.cluster.device_sheets import SHEETS
@@ -86,13 +87,13 @@ def test_parameters_are_the_models(changes):
     positions = 0 if changes.get("family") == "llama" else chosen.sequence
     modules = transformer.shapes(chosen)["layers"].values()
     kernels = sum(math.prod(module["kernel"].shape[1:]) for module in modules if "kernel" in module)
-    ours = chosen.layers * costs.layer_parameters(chosen, 1) + costs.embedding_parameters(chosen, 1, 1)
+    ours = chosen.layers * costs.layer_parameters(chosen, UNSPLIT) + costs.embedding_parameters(chosen, UNSPLIT, 1)
     assert ours == every - norm - positions * chosen.hidden
     padding = (chosen.padded_vocab - chosen.vocab_size) * chosen.hidden * chosen.tables
     assert parameters.published(chosen) == every - padding
-    assert sum(n * k for n, k in costs.kernels(chosen, 1)) == kernels
+    assert sum(n * k for n, k in costs.kernels(chosen, UNSPLIT)) == kernels
     # With two stages or more, the first and the last hold one table each.
-    assert costs.embedding_parameters(chosen, 2, 4) == chosen.padded_vocab * chosen.hidden / 2
+    assert costs.embedding_parameters(chosen, layer_sizes({"tensor": 2}), 4) == chosen.padded_vocab * chosen.hidden / 2
 
 
 def test_sequence_parallelism_sends_parts_and_gathers_them_again():
@@ -117,8 +118,8 @@ def test_the_backward_reduces_again_and_gathers_with_sequence_parallelism(save, 
     """
 
     def backward(bandwidth: float, sequence: bool) -> float:
-        inside = (0.0, bandwidth)
-        return costs.sheet(MODEL, SHEETS["h100"], 4, 2, save, inside, sequence_parallel=sequence).backward
+        inside, mesh = (0.0, bandwidth), layer_sizes({"tensor": 4})
+        return costs.sheet(MODEL, SHEETS["h100"], mesh, 2, save, inside, sequence_parallel=sequence).backward
 
     slow, none = 1e9, 1e30
     travels = [backward(slow, sequence) - backward(none, sequence) for sequence in (False, True)]
@@ -145,7 +146,7 @@ def test_the_backward_runs_the_products_again_that_it_needs(save, attention, mat
     sheet = dataclasses.replace(SHEETS["h100"], sms=0, bandwidth=1e30)
     model, peak = dataclasses.replace(MODEL, attention=attention), sheet.peak_flops * sheet.reach * 0.88
     times = [
-        costs.sheet(model, sheet, 1, 2, how, (0.0, 1e30), Shares(layer_launch=0.0)).backward
+        costs.sheet(model, sheet, UNSPLIT, 2, how, (0.0, 1e30), Shares(layer_launch=0.0)).backward
         for how in (save, "residuals")
     ]
     share = 1 if attention == "xla" else 0.5 / 0.7  # flash attention leaves out half of the scores
@@ -384,13 +385,13 @@ def test_a_profile_counts_before_the_data_sheet():
     row = PROFILED
     twice = row | {"micro_batch": 4, "forward": 1.8, "backward": 3.6}
     lab: Cluster = cluster(2, 1, device="cpu", memory=1e9, compute=[twice, row])
-    at = lambda b, **model: costs.layer(lab, "cpu", dataclasses.replace(MODEL, **model), 1, b, "dots")  # noqa: E731
+    at = lambda b, **model: costs.layer(lab, "cpu", dataclasses.replace(MODEL, **model), UNSPLIT, b, "dots")  # noqa: E731
     assert (at(2).forward, at(4).forward) == (1.0, 1.8)
     assert at(3).forward == pytest.approx(1.4)
     assert at(8).backward == pytest.approx(3.6 + 4 * 0.8)
     wider = at(2, hidden=2048, heads=32).forward
     assert 2.8 < wider < 4.2  # four times the products, twice the passes over memory and over the scores
-    assert costs.layer(lab, "cpu", MODEL, 1, 2, "layer_inputs").backward == pytest.approx(3.0, rel=0.25)
+    assert costs.layer(lab, "cpu", MODEL, UNSPLIT, 2, "layer_inputs").backward == pytest.approx(3.0, rel=0.25)
     assert not lab.overlaps
 
     # The backward's parts are the data sheet's shares of it, or the measured ones.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from paxtrain.config import OuterConfig
+from paxtrain.config.axes import UNSPLIT
 from paxtrain.config.plan import (
     BACKWARD,
     COMPRESSION,
@@ -89,12 +90,12 @@ def test_each_term_by_hand():
     some = cluster(1, 4, seed=None)
     problem, fabric, hosts = found(Candidate(2, 2, 1, 2, 4, "gpipe", (6, 6)), some)
     parts = terms(problem, fabric, hosts)
-    layer = costs.layer(some, "a100-80gb", MODEL, 1, 2, "dots")
+    layer = costs.layer(some, "a100-80gb", MODEL, UNSPLIT, 2, "dots")
     ops = 4 * 6 * (layer.forward + layer.backward)
     compute = sum(parts[term] for term in COMPUTE)
     np.testing.assert_allclose(compute, [ops + 4 * layer.embedding, ops + 4 * layer.head])
     np.testing.assert_allclose(parts[HEAD], [0, 4 * layer.head])
     assert parts[SYNC].min() == 0
     assert all((parts[term] > 0).all() for term in (TRANSFER, GATHER, REDUCE))
-    held = 6 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 2)
+    held = 6 * costs.layer_parameters(MODEL, UNSPLIT) + costs.embedding_parameters(MODEL, UNSPLIT, 2)
     np.testing.assert_allclose(parts[OPTIMIZER], held / 2 * layer.optimizer)

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from paxtrain.config.axes import UNSPLIT
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
 from planner.cluster.cluster import between
@@ -85,7 +86,7 @@ def test_costs_and_links_are_scaled(write):
     big = dataclasses.replace(MODEL, hidden=8192, heads=64)  # most of its time is matrix products
 
     def forward(c) -> float:
-        return compute.layer(c, "a100-80gb", big, 1, 4, "residuals").forward
+        return compute.layer(c, "a100-80gb", big, UNSPLIT, 4, "residuals").forward
 
     faster = recalibrated(some, write(lab=constants(matmul=0.6)))
     assert forward(found) / forward(faster) == pytest.approx(0.6 / 0.5, rel=0.02)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from paxtrain.config import PipelineConfig, from_dict
+from paxtrain.config.axes import UNSPLIT, layer_sizes
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cluster.device_sheets import DeviceSheet
@@ -83,7 +84,7 @@ def test_the_file_can_be_planned_with(profiled, config, tmp_path):
     assert {key: row[key] for key in expected} == expected
     assert row["vocab"] == 128
     assert all(row[kind] >= 0 for kind in (*compute_timing.KINDS, "optimizer"))
-    found = compute.layer(loaded, "cpu", config.model, 2, 1, "layer_inputs")
+    found = compute.layer(loaded, "cpu", config.model, layer_sizes({"tensor": 2}), 1, "layer_inputs")
     assert found.backward == pytest.approx(loaded.compute[0]["backward"])
     assert found.backward > 0
     assert any(what == "all-reduce inside a host" for what, _ in said)
@@ -232,7 +233,7 @@ def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monk
     machines = Machines(("a",), (0,), (), 1, ("cpu",), (1.0,), ("",))
     [row] = profile_compute.compute_rows(machines, dots, 1, 1, [sample | {"optimizer": 1e-9}])
     some = cluster(1, 1, device="cpu", memory=1e9, compute=[row])
-    found = compute.layer(some, "cpu", dots.model, 1, 1, "dots")
+    found = compute.layer(some, "cpu", dots.model, UNSPLIT, 1, "dots")
     assert (found.backward_input, found.backward_weights) == (5.0 / turns.layers, 3.0 / turns.layers)
 
 
@@ -259,7 +260,8 @@ def test_a_large_enough_number_of_turns_is_agreed_upon(monkeypatch, config):
 def test_the_optimizers_parameters_are_the_devices(config):
     optimizer = compute_timing.OptimizerTimer(config, 2, jax.devices()[:2])
     h = MODEL["hidden"]
-    held = 2 * compute.layer_parameters(config.model, 2) + compute.embedding_parameters(config.model, 2, 2)
+    mesh = layer_sizes({"tensor": 2})
+    held = 2 * compute.layer_parameters(config.model, mesh) + compute.embedding_parameters(config.model, mesh, 2)
     assert optimizer.parameters == held + MODEL["sequence"] * h + 2 * h
     assert optimizer.sample() > 0
 

@@ -10,6 +10,7 @@ import paxtrain
 import planner
 from paxtrain.config import from_dict, to_dict
 from paxtrain.config import plan as plans
+from paxtrain.config.axes import UNSPLIT, layer_sizes
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute
 from planner.memory import closed_form
@@ -60,7 +61,7 @@ def test_compute_is_that_of_its_products(module, tensor):
     sheet = dataclasses.replace(SHEETS["h100"], sms=0, bandwidth=1e30)
     model, tokens, peak = config(module).model, 3 * 256, sheet.peak_flops * sheet.reach * 0.88
     shares = dataclasses.replace(compute.ASSUMED, layer_launch=0.0)
-    found = compute.sheet(model, sheet, tensor, 3, "residuals", (0.0, 1e30), shares)
+    found = compute.sheet(model, sheet, layer_sizes({"tensor": tensor}), 3, "residuals", (0.0, 1e30), shares)
     matrices = 2 * tokens * sum(math.prod(sizes) for sizes in MATRICES[module]) / tensor / peak
     # Flash attention computes half of the scores and of the contexts, at 0.7 of the peak.
     attention = 2 * tokens * 256 * 512 / tensor / (0.7 * peak) if module == BLOCK else 0
@@ -74,7 +75,7 @@ def test_passes_are_those_of_its_kernels():
     model, size = config(BLOCK).model, 3 * 256 * 512 * 2
     sheet = dataclasses.replace(SHEETS["h100"], sms=0, peak_flops=1e30, bandwidth=1e12)
     shares = dataclasses.replace(compute.ASSUMED, layer_launch=0.0, memory=1.0)
-    found = compute.sheet(model, sheet, 1, 3, "residuals", (0.0, 1e30), shares)
+    found = compute.sheet(model, sheet, UNSPLIT, 3, "residuals", (0.0, 1e30), shares)
     # The norm's reduction and the norm, queries, keys and values, GELU of 3 H, and the sum of three arrays. Products go
     # through memory as well, operands and result.
     passes = 1 + 2 + 2 + 4 * 0.25 + 2 * 3 + 4
@@ -88,7 +89,7 @@ def test_a_primitive_that_is_not_known_is_named_and_its_bytes_count():
     assert not any(compute.unread(config(module).model) for module in MODULES)
     # It reads and writes complex numbers. Other passes: to complex, the real part, the sum; keep, new and the product,
     # of which F keeps all.
-    moved = layer_program(model.with_attention((9, 0)), 1, False, "residuals").forward.moved.each
+    moved = layer_program(model.with_attention((9, 0)), UNSPLIT, False, "residuals").forward.moved.each
     transform, rest = 256 * 512 * (8 + 8), 256 * 512 * ((2 + 8) + (8 + 2) + 3 * 2) + 256 * 1536 * 2 * 5
     assert moved == pytest.approx(transform + rest, rel=0.01)
 
@@ -99,7 +100,8 @@ def test_collectives_are_those_of_its_program(module):
     size, links = 2 * 256 * 512 * 2, (1e-3, 1e6)
 
     def travels(model):
-        slow, quick = (compute.sheet(model, SHEETS["h100"], 2, 2, "residuals", link) for link in (links, (0, 1e30)))
+        how = model, SHEETS["h100"], layer_sizes({"tensor": 2}), 2, "residuals"
+        slow, quick = (compute.sheet(*how, link) for link in (links, (0, 1e30)))
         return slow.forward - quick.forward, slow.backward - quick.backward
 
     one = 2 * 1e-3 + size / 1e6  # 2(T-1)/T of the bytes
@@ -149,9 +151,9 @@ def test_a_profile_of_an_architecture_counts_for_no_other():
     row = {"kind": "a100-80gb", "tensor": 1, "micro_batch": 2, "save": "dots", "dtype": "bfloat16"}
     row |= sizes | seconds | {"family": BLOCK}
     some = cluster(2, 4, compute=[row])
-    assert compute.layer(some, "a100-80gb", config(BLOCK).model, 1, 2, "dots").forward == 1.0
-    assert compute.layer(some, "a100-80gb", config(RECURRENCE).model, 1, 2, "dots").forward < 0.1
-    assert compute.layer(some, "a100-80gb", config("", kv_heads=0).model, 1, 2, "dots").forward < 0.1
+    assert compute.layer(some, "a100-80gb", config(BLOCK).model, UNSPLIT, 2, "dots").forward == 1.0
+    assert compute.layer(some, "a100-80gb", config(RECURRENCE).model, UNSPLIT, 2, "dots").forward < 0.1
+    assert compute.layer(some, "a100-80gb", config("", kv_heads=0).model, UNSPLIT, 2, "dots").forward < 0.1
     # Measured rows of GPT-2 are scaled by the data sheet's proportion of both.
     other = cluster(2, 4, compute=[row | {"family": "gpt2", "key_value_heads": 8, "ffn": 2048}])
-    assert 0.2 < compute.layer(other, "a100-80gb", config(BLOCK).model, 1, 2, "dots").forward < 1.0
+    assert 0.2 < compute.layer(other, "a100-80gb", config(BLOCK).model, UNSPLIT, 2, "dots").forward < 1.0

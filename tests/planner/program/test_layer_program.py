@@ -7,10 +7,11 @@ import jax
 import pytest
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import layer_sizes
 from paxtrain.errors import UserError
 from planner.program import cache as programs
 from planner.program import reading
-from planner.program.layer_program import Bytes, MatrixProduct
+from planner.program.layer_program import Bytes, LayerProgram, MatrixProduct
 
 LLAMA = {"family": "llama", "heads": 16, "kv_heads": 4, "intermediate": 1536}
 MODELS = {
@@ -58,6 +59,11 @@ def kernels(m: ModelConfig, tensor: int) -> list[tuple[int, int]]:
     return [(h, 3 * part), (part, h), (h, ffn), (ffn, h)]
 
 
+def layer_program(m: ModelConfig, tensor: int, sequence: bool, save: str) -> LayerProgram:
+    """Return the program of a model's layers on a tensor group."""
+    return programs.layer_program(m, layer_sizes({"tensor": tensor}), sequence, save)
+
+
 def products(found: tuple[MatrixProduct, ...]) -> dict:
     """Return how often each product is computed; [M, K] x [K, N] is also [N, K] x [K, M]."""
     count = collections.Counter()
@@ -75,7 +81,7 @@ def product(m, n, k, batch=1, times=1):
 def test_products_are_those_of_the_models_equations(name, tensor, sequence):
     m, batch = model(name), 3
     tokens, of_kernels = batch * m.sequence, kernels(m, tensor)
-    found = programs.layer_program(m, tensor, sequence, "residuals")
+    found = layer_program(m, tensor, sequence, "residuals")
     assert products(found.forward.products) == products(product(tokens, o, i) for i, o in of_kernels)
     assert products(found.backward.products) == products(product(tokens, i, o) for i, o in of_kernels)
     assert products(found.weights.products) == products(product(i, o, tokens) for i, o in of_kernels)
@@ -98,7 +104,7 @@ def test_products_that_run_again_are_those_that_the_backward_needs(name, tensor,
     """With inputs alone kept, what `down` makes is needed by nothing."""
     m, batch = model(name), 3
     again = [product(batch * m.sequence, o, i) for i, o in kernels(m, tensor)[:-1] if save == "layer_inputs"]
-    found, plain = (programs.layer_program(m, tensor, sequence, x) for x in (save, "residuals"))
+    found, plain = (layer_program(m, tensor, sequence, x) for x in (save, "residuals"))
     assert products(found.forward.products) == products(plain.forward.products)
     assert products(found.weights.products) == products(plain.weights.products)
     assert products(found.backward.products) == products([*plain.backward.products, *again])
@@ -109,7 +115,7 @@ def test_products_that_run_again_are_those_that_the_backward_needs(name, tensor,
 def test_collectives_are_two_a_pass_and_what_runs_again(name, tensor, sequence, save):
     """B gathers with sequence parallelism what neither F kept nor a product makes."""
     m = model(name)
-    found = programs.layer_program(m, tensor, sequence, save)
+    found = layer_program(m, tensor, sequence, save)
     whole = m.sequence * m.hidden * (2 if m.dtype == "bfloat16" else 4)
     again = save == "layer_inputs"
     if tensor == 1:
@@ -121,7 +127,7 @@ def test_collectives_are_two_a_pass_and_what_runs_again(name, tensor, sequence, 
     else:
         forward, backward = {("all-reduce", whole): 2}, {("all-reduce", whole): 2 + again}
     for part, expected in ((found.forward, forward), (found.backward, backward)):
-        assert all(one.axis == "tensor" and one.bytes.fixed == 0 for one in part.collectives)
+        assert all(one.axes == ("tensor",) and one.bytes.fixed == 0 for one in part.collectives)
         assert {(one.kind, one.bytes.each): one.times for one in part.collectives} == expected
 
 
@@ -160,7 +166,7 @@ def kept_by_hand(m: ModelConfig, tensor: int, sequence: bool, save: str) -> tupl
 @pytest.mark.parametrize(("name", "tensor", "sequence"), CASES)
 def test_bytes_are_those_counted_by_hand(name, tensor, sequence, save):
     m = model(name)
-    found = programs.layer_program(m, tensor, sequence, save)
+    found = layer_program(m, tensor, sequence, save)
     kept, left = kept_by_hand(m, tensor, sequence, save)
     table = 16 * m.sequence * m.head_dim * (m.family == "llama" and save == "residuals")  # cosines and sines
     if jax.__version__.startswith("0.10."):
@@ -182,7 +188,7 @@ def test_passes_move_what_xlas_kernels_do(name, save, forward, backward):
     sizes = {"hidden": 2048, "heads": 16, "sequence": 2048}
     sizes |= {"kv_heads": 8, "intermediate": 5632} if name == "llama" else {}
     itself = {"gpt2": "paxtrain.model.gpt2:GPT2", "llama": "paxtrain.model.llama:Llama"}[name]
-    found = programs.layer_program(model(name, module=itself, **sizes), 1, False, save)
+    found = layer_program(model(name, module=itself, **sizes), 1, False, save)
     once = 2048 * 2048 * 2
     assert found.forward.moved.each / once == pytest.approx(forward, rel=0.05)
     assert found.moved.each / once == pytest.approx(backward, rel=0.05)
@@ -193,36 +199,36 @@ def test_passes_move_what_xlas_kernels_do(name, save, forward, backward):
 
 def test_programs_scale_with_the_micro_batch(monkeypatch):
     """They are the same if they are read with another number of sequences."""
-    first = programs.layer_program(model("gpt2 documents"), 2, True, "residuals")
+    first = layer_program(model("gpt2 documents"), 2, True, "residuals")
     monkeypatch.setattr(reading, "_PRIMES", (101, 103))
-    assert reading.read(model("gpt2 documents", layers=1), 2, True, "residuals") == first
+    assert reading.read(model("gpt2 documents", layers=1), layer_sizes({"tensor": 2}), True, "residuals") == first
 
 
 def test_a_program_is_read_once_and_damaged_files_are_read_anew(private_cache, monkeypatch):
-    first = programs.layer_program(model(), 2, False, "dots")
+    first = layer_program(model(), 2, False, "dots")
     [path] = private_cache.iterdir()
     read = []
     monkeypatch.setattr(reading, "read", lambda *how: read.append(how) or first)
     forget()
-    assert programs.layer_program(model(layers=7), 2, False, "dots") == first and not read
+    assert layer_program(model(layers=7), 2, False, "dots") == first and not read
     stored = json.loads(path.read_text())
     changed = {**stored, "program": [*stored["program"][:-1], [0, 1]]}
     for text in ("", "{}", "[]", "5", "\x00", path.read_text()[:-9], json.dumps(changed), "[" * 10**5):
         path.write_text(text)
         forget()
-        assert programs.layer_program(model(), 2, False, "dots") == first and read.pop()
+        assert layer_program(model(), 2, False, "dots") == first and read.pop()
         assert json.loads(path.read_text()) == stored
     for other in (model(hidden=1024), model(attention="xla"), model(separator=7)):
-        assert programs.layer_program(other, 2, False, "dots") and read.pop()
+        assert layer_program(other, 2, False, "dots") and read.pop()
     monkeypatch.setattr(programs, "_fingerprint", lambda: "another model")
     forget()
-    assert programs.layer_program(model(), 2, False, "dots") == first and read
+    assert layer_program(model(), 2, False, "dots") == first and read
 
 
 def test_a_cache_that_cannot_be_written_is_none(private_cache, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert programs.layer_program(model(), 1, False, "layer_inputs").kept.each == 256 * 512 * 2
+    assert layer_program(model(), 1, False, "layer_inputs").kept.each == 256 * 512 * 2
 
 
 @pytest.mark.parametrize(
@@ -236,4 +242,4 @@ def test_a_cache_that_cannot_be_written_is_none(private_cache, tmp_path, monkeyp
 def test_an_axis_that_divides_no_layer_is_refused(name, tensor, sequence, wrong):
     message = f"a tensor axis of {tensor} devices cannot split {wrong}; a divisor could"
     with pytest.raises(UserError, match=f"^{message}$"):
-        programs.layer_program(model(name, sequence=258), tensor, sequence, "dots")
+        layer_program(model(name, sequence=258), tensor, sequence, "dots")
