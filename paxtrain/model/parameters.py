@@ -8,7 +8,6 @@ from typing import Any
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import UNSPLIT, AxisSizes
-from paxtrain.config.checks import require
 from paxtrain.model.gpt2 import GPT2
 from paxtrain.model.imported import check, check_aux, check_kinds, errors_of, imported
 from paxtrain.model.llama import Llama
@@ -68,19 +67,9 @@ def kinds(config: ModelConfig) -> tuple[str, ...]:
     return found
 
 
-def only_kind(config: ModelConfig) -> str:
-    """Return the kind of all layers.
-
-    Raises:
-        UserError: there are several.
-    """
-    found = sorted(set(kinds(config)))
-    require(
-        len(found) == 1,
-        f"plans and predictions take layers of one kind, but those of model.module={config.module} are of the kinds "
-        f"{', '.join(found)}; train it on a mesh of your choice, --config.mesh.data, pipe and tensor",
-    )
-    return found[0]
+def differ(config: ModelConfig) -> bool:
+    """Return whether layers are of several kinds."""
+    return len(set(kinds(config))) > 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,9 +78,8 @@ def stack(config: ModelConfig, parameter: Parameter) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(kinds(config)) if parameter.of(kind))
 
 
-def of_kind(config: ModelConfig, kind: str | None = None) -> list[Parameter]:
-    """Return the parameters of a layer of a kind, or of the only one, in jax's order of nested dictionaries."""
-    kind = only_kind(config) if kind is None else kind
+def of_kind(config: ModelConfig, kind: str) -> list[Parameter]:
+    """Return the parameters of a layer of a kind, in jax's order of nested dictionaries."""
     assert kind in kinds(config), f"the layers are of the kinds {sorted(set(kinds(config)))}, not {kind!r}"
     rows = by_names(config).values()
     return [p for p in rows if p.lead == "layers" and p.of(kind)]
@@ -121,7 +109,7 @@ def count(
     role: str = "",
     mesh: AxisSizes = UNSPLIT,
     tables: int = 1,
-    kind: str | None = None,
+    kind: str = "",
 ) -> int:
     """Return the number of parameters of one layer, or of another entry of the tree, on a device.
 
@@ -131,7 +119,7 @@ def count(
         role: role of those that count; "": all.
         mesh: sizes of the axes that split layers.
         tables: tables of the vocabulary that the device holds.
-        kind: the layer's kind; None: the only one.
+        kind: the layer's kind.
     """
     rows = of_kind(config, kind) if entry == "layers" else [p for p in table(config) if p.names[0] == entry]
     some = (p for p in rows if role in ("", p.role))
@@ -143,6 +131,11 @@ def kernels(config: ModelConfig, mesh: AxisSizes) -> tuple[tuple[int, int], ...]
     """Return the shapes [n, k] of a layer's kernels on one device, as gradients over data are compressed."""
     shapes = (p.shape(config, mesh) for p in table(config) if p.role == "kernel")
     return tuple((shape[0], math.prod(shape[1:])) for shape in shapes)
+
+
+def of_mean_layer(config: ModelConfig, mesh: AxisSizes) -> int:
+    """Return the number of parameters of one layer on a device, in the mean if layers are of several kinds."""
+    return sum(count(config, mesh=mesh, kind=kind) for kind in kinds(config)) // config.layers
 
 
 def attends(config: ModelConfig) -> bool:

@@ -479,13 +479,16 @@ def packed_bytes(model: ModelConfig, micro_batch: int, rank: int, parts: int = 1
 
 
 def layer_parameters(model: ModelConfig, mesh: AxisSizes) -> int:
-    """Return the parameters of one layer on one device."""
-    return parameters.count(model, mesh=mesh)
+    """Return the parameters of one layer on one device, in the mean if layers are of several kinds."""
+    return parameters.of_mean_layer(model, mesh)
 
 
 def kernels(model: ModelConfig, mesh: AxisSizes) -> tuple[tuple[int, int], ...]:
-    """Return the shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed."""
-    return parameters.kernels(model, mesh)
+    """Return the shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed.
+
+    Plans compress none if layers are of several kinds.
+    """
+    return () if parameters.differ(model) else parameters.kernels(model, mesh)
 
 
 def embedding_parameters(model: ModelConfig, mesh: AxisSizes, pipe: int) -> int:

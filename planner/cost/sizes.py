@@ -7,7 +7,7 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES
-from paxtrain.model.parameters import table
+from paxtrain.model.parameters import stack, table
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
 
@@ -106,7 +106,8 @@ class Sizes:
         """Return the parameters of a stage's layer slots, and of the tables, whose gradients an axis sums."""
         c, sums = self.candidate, AXES[axis].sums
         some = [p for p in table(self.model) if p.split_by(axis) is None and sums(c, p.names)]
-        layer = sum(math.prod(p.shape(self.model, c.layer_sizes)) for p in some if p.lead == "layers")
+        shapes = [(len(stack(self.model, p)), p.shape(self.model, c.layer_sizes)) for p in some if p.lead == "layers"]
+        layer = sum(layers * math.prod(shape) for layers, shape in shapes) // self.model.layers
         return c.slots * layer, self.embedding_parameters * any(p.own[0] == "vocab" for p in some)
 
     @property

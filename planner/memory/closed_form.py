@@ -22,7 +22,7 @@ import numpy as np
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, ModelConfig
 from paxtrain.config.axes import TENSOR, layer_sizes, more_axes, parts
 from paxtrain.model.fragments import fragment_layers
-from paxtrain.model.parameters import by_names, count, table
+from paxtrain.model.parameters import by_names, count, stack, table
 from paxtrain.model.spec import Parameter
 from paxtrain.schedule.schedules import code, each
 from planner.cost.coded import LOW_RANK, Coded, coded
@@ -252,14 +252,14 @@ def _meets(shape: Shape) -> PerCandidate:
 
 
 def _matrices(shape: Shape) -> list[tuple[PerCandidate, ...]]:
-    """Return the dims of a layer's kernels on a device."""
-    return [p.shape(shape.model, shape.mesh) for p in table(shape.model) if p.role == "kernel"]
+    """Return the dims of a layer's kernels on a device, without those that only some kinds of layers have."""
+    return [p.shape(shape.model, shape.mesh) for p in table(shape.model) if p.role == "kernel" and not p.kinds]
 
 
 def _count(shape: Shape, p: Parameter) -> PerCandidate:
-    """Return the number of arrays of a row of the architecture's table that a device holds."""
+    """Return the number of arrays of a row of the architecture's table that a device holds, in the mean of stages."""
     if p.lead == "layers":
-        return shape.slots * shape.virtual_stages
+        return shape.slots * shape.virtual_stages * len(stack(shape.model, p)) / shape.model.layers
     return np.where(_meets(shape), shape.model.tables, 1) if p.own[0] == "vocab" else 1
 
 

@@ -112,7 +112,7 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
         if name not in values:
             raise UserError(f"the configuration has no section {name}; build it on configs/base.py")
     model = read_section(ModelConfig, values["model"], "model")
-    parameters.only_kind(model)  # refused here if it cannot be laid out, or is not known to the planner
+    parameters.kinds(model)  # refused here if it cannot be laid out
     pipeline = read_section(PipelineConfig, values["pipeline"], "pipeline")
     batch = read_section(BatchConfig, values["batch"], "batch")
     compress = read_section(CompressConfig, values["compress"], "compress")

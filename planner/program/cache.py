@@ -3,6 +3,7 @@
 Reading one takes a tenth of a second, and jax.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -14,7 +15,8 @@ from paxtrain import files
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import TENSOR, AxisSizes
 from paxtrain.errors import UserError
-from planner.program.layer_program import Bytes, LayerCollective, LayerProgram, MatrixProduct, Work
+from paxtrain.model import parameters
+from planner.program.layer_program import Bytes, LayerCollective, LayerProgram, MatrixProduct, Work, mean
 
 _OUTSIDE = ("padded_vocab", "vocab")  # sizes of a model that its layers do not have
 _SOURCES = ("compress/collectives.py", "paxtrain/model", "paxtrain/pipeline")
@@ -22,7 +24,7 @@ _SOURCES = ("compress/collectives.py", "paxtrain/model", "paxtrain/pipeline")
 
 @functools.lru_cache(maxsize=4096)
 def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str) -> LayerProgram:
-    """Return the program of a model's layers.
+    """Return the program of a model's layers: the mean one, if they are of several kinds.
 
     Args:
         model: model whose attention is settled, see ModelConfig.with_attention.
@@ -39,12 +41,15 @@ def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, 
         sizes = model.split_by(axis) | ({"sequence": model.sequence} if sequence_parallel and axis == TENSOR else {})
         if wrong := [f"model.{name}={size}" for name, size in sizes.items() if size % n and name not in _OUTSIDE]:
             raise UserError(f"a {axis} axis of {n} devices cannot split {' and '.join(wrong)}; a divisor could")
-    # All layers are alike.
-    return _program(dataclasses.replace(model, layers=1), mesh, sequence_parallel, save)
+    if not model.module:  # all layers are alike
+        return _program(dataclasses.replace(model, layers=1), mesh, sequence_parallel, save, "")
+    numbers = collections.Counter(parameters.kinds(model))
+    programs = [_program(model, mesh, sequence_parallel, save, kind) for kind in numbers]
+    return mean(programs, [*numbers.values()]) if len(programs) > 1 else programs[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def _program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str) -> LayerProgram:
+def _program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str, kind: str) -> LayerProgram:
     version = importlib.metadata.version("jax")
     key = [dataclasses.asdict(model), mesh, sequence_parallel, save, version, _fingerprint()]
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
@@ -57,7 +62,7 @@ def _program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save:
         pass
     from planner.program import reading  # here, since it imports jax, which takes long
 
-    found = reading.read(model, mesh, sequence_parallel, save)
+    found = reading.read(model, mesh, sequence_parallel, save, kind)
     if not model.module:  # whose source may change unseen
         files.keep(path, json.dumps({"digest": _digest(found), "program": found}))
     return found

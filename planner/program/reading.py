@@ -34,14 +34,14 @@ _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093)
 Counted = TypeVar("Counted", MatrixProduct, LayerCollective)
 
 
-def read(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str) -> LayerProgram:
-    """Return the program of a layer, see planner.program.cache.layer_program.
+def read(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str, kind: str) -> LayerProgram:
+    """Return the program of a layer of a kind, see planner.program.cache.layer_program.
 
     Raises:
         UserError: the layer of an architecture of one's own cannot be traced.
     """
-    rows = {p.names[1:]: p for p in parameters.table(model) if p.names[0] == "layers"}
-    weights = {n: _array(p.shape(model, mesh), model.dtype if p.cast else "float32") for n, p in rows.items()}
+    rows = parameters.of_kind(model, kind)
+    weights = {p.names[1:]: _array(p.shape(model, mesh), model.dtype if p.cast else "float32") for p in rows}
     known = [size for leaf in weights.values() for size in leaf.shape]
     known += [model.sequence, model.heads, model.head_dim, *mesh.values()]
     batch = next(prime for prime in _PRIMES if all(size % prime for size in known))
@@ -50,7 +50,7 @@ def read(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str
     def device(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> jax.Array:
         found.append(
             _Reader(batch, bool(model.module)).layer(
-                model, mesh, sequence_parallel, save, (weights, x, index, random, starts)
+                model, mesh, sequence_parallel, save, kind, (weights, x, index, random, starts)
             )
         )
         return x
@@ -89,7 +89,7 @@ class _Reader:
         self._batch, self._passes = batch, passes
 
     def layer(
-        self, model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str, arguments: tuple
+        self, model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str, kind: str, arguments: tuple
     ) -> LayerProgram:
         """Return the program of a layer from inside of shard_map.
 
@@ -98,13 +98,14 @@ class _Reader:
             mesh: sizes of the axes that split layers.
             sequence_parallel: whether the sequence is split.
             save: PipelineConfig.save.
+            kind: the layer's kind.
             arguments: weights, x, the layer's index, the randomness of dropout, and the documents' beginnings.
         """
         group = Group.of(mesh, sequence_parallel)
         weights, x, *rest = arguments
 
         def layer(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> Any:
-            return transformer.layer(weights, x, model, group, random, index, starts)
+            return transformer.layer(weights, x, model, group, random, index, starts, kind)
 
         vjp = SplitVjp(save_policy(save)(layer), weights, x, *rest)
         split = SplitBackward(vjp, weights)

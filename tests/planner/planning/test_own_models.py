@@ -11,6 +11,7 @@ import planner
 from paxtrain.config import from_dict, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.config.axes import UNSPLIT, layer_sizes
+from paxtrain.model import parameters
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute
 from planner.memory import closed_form
@@ -22,6 +23,7 @@ from tests.planner.examples import cluster
 BLOCK = "tests.paxtrain.model.parallel_block:ParallelBlock"
 RECURRENCE = "tests.paxtrain.model.recurrence:Recurrence"
 OTHERS = "tests.planner.planning.fourier:"
+KINDS = "mixed:Mixed", "bad_models:Plain", "routed:Routed"
 SIZES = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 2, "intermediate": 1536, "sequence": 256}
 OPTIONS = planner.PlanOptions(memory_margin=True, top=1, placed=1, oracle="no", tensor=(1, 2), micro_batch=(1, 2))
 # Sizes [in, out] of the matrices that tensor splits.
@@ -122,6 +124,31 @@ def test_memory_is_that_of_its_program_and_table(module):
     saved = {BLOCK: 512 + 256 + 1536 + 2 * 512, RECURRENCE: 3 * 1536}[module]
     sums = 4 * tokens * 8 * (module == BLOCK)
     assert closed_form.kept(shape)["dots"] == pytest.approx(2 * tokens * (512 + saved) + sums, rel=0.002)
+
+
+def test_layers_of_several_kinds_are_planned_as_their_mean():
+    """Of four layers one is dense, as those of Plain are, and three have experts, as those of Routed."""
+    mixed, dense, experts = (config(f"tests.paxtrain.model.{one}") for one in KINDS)
+    sheet, shares = SHEETS["h100"], dataclasses.replace(compute.ASSUMED, layer_launch=0.0)
+
+    def mean(of):
+        return pytest.approx((of(dense.model) + 3 * of(experts.model)) / 4, rel=1e-9)
+
+    def forward(model):
+        return compute.sheet(model, sheet, layer_sizes({"tensor": 2}), 3, "residuals", (1e-3, 1e6), shares).forward
+
+    def kept(model):
+        return layer_program(model.with_attention((9, 0)), UNSPLIT, False, "residuals").kept.each
+
+    assert forward(dense.model) < 0.9 * forward(experts.model)
+    for of in (forward, kept, lambda model: compute.layer_parameters(model, UNSPLIT)):
+        assert of(mixed.model) == mean(of)
+    one = to_dict(mixed) | {"mesh": {}, "batch": {"global_batch": 2, "micro_batch": 2}}
+    shape = closed_form.of(from_dict(one))
+    assert closed_form.parameters(shape)[0] == parameters.whole(mixed.model)
+
+    made = planner.plan(mixed, cluster(2, 4), OPTIONS).plan
+    assert made.module.endswith("Mixed") and made.apply(to_dict(mixed)).model == mixed.model
 
 
 def test_without_attention_there_are_no_scores_in_the_memory():

@@ -201,7 +201,7 @@ def test_programs_scale_with_the_micro_batch(monkeypatch):
     """They are the same if they are read with another number of sequences."""
     first = layer_program(model("gpt2 documents"), 2, True, "residuals")
     monkeypatch.setattr(reading, "_PRIMES", (101, 103))
-    assert reading.read(model("gpt2 documents", layers=1), layer_sizes({"tensor": 2}), True, "residuals") == first
+    assert reading.read(model("gpt2 documents", layers=1), layer_sizes({"tensor": 2}), True, "residuals", "") == first
 
 
 def test_a_program_is_read_once_and_damaged_files_are_read_anew(private_cache, monkeypatch):
