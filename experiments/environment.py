@@ -5,6 +5,7 @@ python -m experiments.environment SCRIPT... makes those of some scripts.
 
 import dataclasses
 import hashlib
+import os
 import pathlib
 import re
 import shutil
@@ -61,12 +62,15 @@ class Environment:
     def _interpreter(self) -> str:
         if self._version == sys.version_info[:2]:
             return sys.executable
-        name = "python{}.{}".format(*self._version)
-        found = shutil.which(name)
-        # A version manager's shim is there for versions that are not chosen, too.
-        if not found or subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode:
-            raise UserError(f"{self.script.name} needs {name}, which is not there or does not start; put it on PATH")
-        return found
+        version = "{}.{}".format(*self._version)
+        managed = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"), "versions")
+        for found in [shutil.which(f"python{version}"), *managed.glob(f"{version}.*/bin/python")]:
+            # A version manager's shim is there for versions that are not chosen, too.
+            if found and not subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode:
+                return str(found)
+        raise UserError(
+            f"{self.script.name} needs python{version}, which is not there or does not start; put it on PATH"
+        )
 
     def make(self) -> pathlib.Path:
         """Make the environment unless it is there; return its Python.

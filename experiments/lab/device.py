@@ -127,11 +127,11 @@ def install() -> None:
 
     def timed_forward(self: Stage, chunk: int, mb: Any, x: jax.Array, *rest: Any) -> Any:
         op, share = 3 * chunk, self.message.shape[0] * self.message.shape[1] / TOKENS
-        y, residuals = forward(self, chunk, mb, _at(x, 0.0, op), *rest)
-        return _at(y, _layers(self) * LAYER * share, op), residuals
+        y, *others = forward(self, chunk, mb, _at(x, 0.0, op), *rest)
+        return _at(y, _layers(self) * LAYER * share, op), *others
 
     def timed_backward(
-        self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, g: jax.Array, grads: Any, scratch: Any,
+        self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, cotangents: Any, grads: Any, scratch: Any,
         close: Close | None = None,
     ) -> Any:  # fmt: skip
         op, share = 3 * chunk + 1, self.message.shape[0] * self.message.shape[1] / TOKENS
@@ -139,7 +139,8 @@ def install() -> None:
         if close:
             scanned = all(segment.scan for segment in self.program.segments)
             close = _clocked(close, op, layer, layers, scanned)
-        out, grads, *others = backward(self, chunk, mb, residuals, slot, _at(g, 0.0, op), grads, scratch, close)
+        cotangents = _at(cotangents[0], 0.0, op), *cotangents[1:]
+        out, grads, *others = backward(self, chunk, mb, residuals, slot, cotangents, grads, scratch, close)
         if close:  # the layers have taken their time
             out = _at(out, _INSTANT, op, *jax.tree.leaves((grads.chunks[chunk], others[-1])))
         else:
