@@ -63,6 +63,7 @@ def _properties(
     """Yield names and checks; the arguments are those of `check_model`."""
     yield from layer_properties(model, max(tensor for _, _, tensor in meshes))
     yield "loss and gradients are finite", functools.partial(_finite, model)
+    yield "every parameter has a gradient", functools.partial(_used, model)
     config = None
     for mesh in meshes:
         for number, schedule in enumerate(schedules if mesh[1] > 1 else schedules[:1]):
@@ -125,6 +126,14 @@ def _finite(model: ModelConfig) -> None:
     assert not wrong, f"gradients are not finite: {', '.join(wrong)}"
 
 
+def _used(model: ModelConfig) -> None:
+    *_, grads = _right(model, 8)
+    unused = [_name(path) for path, g in jax.tree_util.tree_leaves_with_path(grads) if not np.any(g)]
+    assert not unused, (
+        f"that of {' and '.join(unused)} is zero for all tokens; let the model use what its table has, or take it out"
+    )
+
+
 def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -133,7 +142,7 @@ def _trainer(config: Config) -> Trainer:
     devices = jax.devices()
     if len(devices) >= config.mesh.devices:
         return Trainer(config, make_mesh(config.mesh, devices=devices[: config.mesh.devices]))
-    one = dataclasses.replace(config.mesh, data=1, pipe=1, tensor=1)
+    one = dataclasses.replace(config.mesh, data=1, pipe=1, tensor=1, sequence_parallel=False)
     return Trainer(config, make_mesh(one, devices=devices[:1]), virtual=True)
 
 

@@ -1,5 +1,6 @@
 """Models of one's own have the properties that `check_model` asks for, and models without one of them are caught."""
 
+import jax
 import pytest
 
 from paxtrain.config import ModelConfig
@@ -16,7 +17,7 @@ SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61
 
 def test_a_recurrence_trains_on_a_mesh_as_on_one_device():
     found = check_model(ModelConfig(**SHAPE, module=RECURRENCE), schedules=["gpipe"])
-    assert len(found) == 10 and "gradients on 2x2x2 with gpipe are those of one device" in found
+    assert len(found) == 11 and "gradients on 2x2x2 with gpipe are those of one device" in found
 
 
 def test_scalars_of_layers_train_on_a_mesh_as_on_one_device():
@@ -28,6 +29,14 @@ def test_layers_of_two_kinds_train_on_a_mesh_as_on_one_device():
     """The first stage has its dense layer first, the second one in the middle, so they share four slots."""
     found = check_model(ModelConfig(**SHAPE | {"layers": 6}, module=MIXED))
     assert {"a token sees no later one (dense)", "a token sees no later one (experts)"} < {*found}
+
+
+def test_one_device_emulates_a_mesh(monkeypatch):
+    """Also one whose tensor groups split the sequence, as they do with all schedules but the first."""
+    real = jax.devices
+    monkeypatch.setattr(jax, "devices", lambda *arguments: real(*arguments)[:1])
+    found = check_model(ModelConfig(**SHAPE, module=BAD + "Plain"), [(1, 2, 2)], ["gpipe", "1f1b"])
+    assert "gradients on 1x2x2 with 1f1b are those of one device" in found
 
 
 def test_a_reference_without_the_weighted_scalars_is_another(monkeypatch):
@@ -56,6 +65,7 @@ def test_families_have_the_properties_too():
         pytest.param("NoEnter", "with tensor=2 the gradient of weights/ln/scale differs by", marks=pytest.mark.slow),
         ("KeepsNaN", "an input of zeros has finite gradients: not finite: output"),
         ("SeesAhead", "a token sees no later one: later tokens change the output of earlier ones by"),
+        ("Unused", "every parameter has a gradient: that of layers/gate/kernel is zero for all tokens; let the model"),
         ("OwnPart", "with tensor=2 and sequence parallelism its scalar busiest differs by"),
         pytest.param(
             "OneDocument",
