@@ -14,12 +14,11 @@ from paxtrain.model.spec import Params, Scalars
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.schedule.schedules import SPECS
-from paxtrain.testing.layers import TOLERANCE, difference, layer_properties, random_params
+from paxtrain.testing.layers import ROUNDING, TOLERANCE, difference, layer_properties, random_params
 
 _SMALL = ModelConfig(
     vocab_size=61, layers=4, hidden=32, heads=4, intermediate=48, sequence=16, vocab_multiple=64, dtype="float32"
 )
-_ROUNDING = 1e-3  # a gradient below this part of the largest one may be rounding, as that of a bias of keys
 
 
 def check_model(
@@ -161,7 +160,7 @@ def _gradients(config: Config) -> None:
     found, wanted = ({"loss": one, **others} for one, others in ((loss, scalars), (right_loss, right_scalars)))
     for name, one in wanted.items():
         assert difference(one, found[name]) <= TOLERANCE, f"the {name} is {found[name]}, not {one}"
-    least = _ROUNDING * max(np.abs(g).max() for g in jax.tree.leaves(right))
+    least = ROUNDING * max(np.abs(g).max() for g in jax.tree.leaves(right))
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(right), jax.tree.leaves(grads), strict=True):
         error = difference(one, other, least)
         assert error <= TOLERANCE, f"{_name(path)} differs by {error:.2g} of its largest value"

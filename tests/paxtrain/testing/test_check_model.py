@@ -8,6 +8,7 @@ from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.schedule.schedules import names
 from paxtrain.testing import check_model
+from paxtrain.testing.layers import layer_properties
 
 BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
 ROUTED, MIXED = "tests.paxtrain.model.routed:Routed", "tests.paxtrain.model.mixed:Mixed"
@@ -29,6 +30,12 @@ def test_layers_of_two_kinds_train_on_a_mesh_as_on_one_device():
     """The first stage has its dense layer first, the second one in the middle, so they share four slots."""
     found = check_model(ModelConfig(**SHAPE | {"layers": 6}, module=MIXED))
     assert {"a token sees no later one (dense)", "a token sees no later one (experts)"} < {*found}
+
+
+def test_gradients_that_are_only_rounding_are_not_compared():
+    model = ModelConfig(**SHAPE, dtype="float32", module="tests.paxtrain.model.biased:Biased")
+    found = [check() for name, check in layer_properties(model, 2) if "tensor group" in name]
+    assert len(found) == 2
 
 
 def test_one_device_emulates_a_mesh(monkeypatch):
