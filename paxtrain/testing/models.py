@@ -16,6 +16,8 @@ from paxtrain.parallel.step import Trainer
 from paxtrain.schedule.schedules import SPECS
 from paxtrain.testing.layers import ROUNDING, TOLERANCE, difference, layer_properties, random_params
 
+MESHES = ((2, 2, 2),)
+SCHEDULES = ("eager_1f1b", "zb_h1")
 _SMALL = ModelConfig(
     vocab_size=61, layers=4, hidden=32, heads=4, intermediate=48, sequence=16, vocab_multiple=64, dtype="float32"
 )
@@ -23,8 +25,8 @@ _SMALL = ModelConfig(
 
 def check_model(
     model: str | ModelConfig,
-    meshes: Sequence[tuple[int, int, int]] = ((2, 2, 2),),
-    schedules: Sequence[str] = ("eager_1f1b", "zb_h1"),
+    meshes: Sequence[tuple[int, int, int]] = MESHES,
+    schedules: Sequence[str] = SCHEDULES,
 ) -> list[str]:
     """Check the properties that the trainer needs of a model.
 
@@ -42,18 +44,25 @@ def check_model(
         UserError: the model cannot be imported, or its table or its layer is refused.
         AssertionError: a property does not hold; the message says which, and what was seen.
     """
+    return list(checked(model, meshes, schedules))
+
+
+def checked(
+    model: str | ModelConfig,
+    meshes: Sequence[tuple[int, int, int]] = MESHES,
+    schedules: Sequence[str] = SCHEDULES,
+) -> Iterator[str]:
+    """Yield the properties as they are found to hold; arguments and exceptions are those of `check_model`."""
     if isinstance(model, str):
         model = dataclasses.replace(_SMALL, module=model, kv_heads=2)
     model = dataclasses.replace(model, dtype="float32", attention="xla")
     parameters.table(model)
-    found = []
     for name, function in _properties(model, meshes, schedules):
         try:
             function()
         except AssertionError as error:
             raise AssertionError(f"{model.module or model.family}: {name}: {error}") from error
-        found.append(name)
-    return found
+        yield name
 
 
 def _properties(

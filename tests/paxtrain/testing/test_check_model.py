@@ -1,5 +1,9 @@
 """Models of one's own have the properties that `check_model` asks for, and models without one of them are caught."""
 
+import re
+import subprocess
+import sys
+
 import jax
 import pytest
 
@@ -9,6 +13,8 @@ from paxtrain.model import transformer
 from paxtrain.schedule.schedules import names
 from paxtrain.testing import check_model
 from paxtrain.testing.layers import layer_properties
+from tests import mains
+from tests.sources import ROOT
 
 BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
 ROUTED, MIXED = "tests.paxtrain.model.routed:Routed", "tests.paxtrain.model.mixed:Mixed"
@@ -91,3 +97,30 @@ def test_bad_tables_are_refused_as_by_the_trainer():
         check_model(BAD + "Twice")
     with pytest.raises(UserError, match=r"its layer\(\) .* returns float32"):
         check_model(BAD + "Shorter")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said", "error"),
+    [
+        (
+            [BAD + "SeesAhead"],
+            1,
+            "a layer returns what it is given, .*\n.*\n.*gradients\n",
+            ".*: a token sees no later one: .*",
+        ),
+        ([BAD + "Twice"], 2, "", ".*Twice has the parameter layers/ln/scale 2 times; .*"),
+        ([], 2, "", "name one model as package.module:Class, got 0 names"),
+    ],
+)
+def test_the_main_ends_with_one_sentence(arguments, code, said, error, monkeypatch, capsys):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # those of this process are started
+    assert mains.run(monkeypatch, mains.load("paxtrain.testing.__main__"), *arguments) == code
+    out, err = capsys.readouterr()
+    assert re.fullmatch(said, out) and re.fullmatch(f"error: {error}\n", err)
+
+
+@pytest.mark.slow
+def test_the_main_prints_the_properties_that_hold():
+    command = [sys.executable, "-m", "paxtrain.testing", BLOCK]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "") and ended.stdout.splitlines() == check_model(BLOCK)
