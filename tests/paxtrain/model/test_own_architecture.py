@@ -213,11 +213,13 @@ def test_without_heads_no_attention_is_counted():
     assert metrics.flops_per_token(model) == 6 * (4 * layer + 61 * 32 + 32)
 
 
-def test_the_page_shows_the_files():
-    files = [(HERE / name).read_text() for name in ("parallel_block.py", "recurrence.py")]
+def test_the_page_shows_the_file_and_the_parts_of_a_layer():
     page = (ROOT / "docs" / "models.md").read_text()
-    shown = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    assert len(shown) == 2 and all(file.endswith(snippet) for file, snippet in zip(files, shown, strict=True))
+    [shown] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert (HERE / "parallel_block.py").read_text().partition('"""\n\n')[2] == shown
+    assert sorted(re.findall(r"^\| `nn\.(\w+)\(", page, re.M)) == sorted(paxtrain.model.__all__)
+    dims = re.findall(r"^\| (`[a-z_]+`(?:, `[a-z_]+`)?) \|", page.partition("| part |")[0], re.M)
+    assert set(re.findall(r"\w+", " ".join(dims))) == {*config().model.dims} - {"tables"}
 
 
 def test_what_only_the_families_have_says_so(monkeypatch):
