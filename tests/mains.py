@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object)
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
     before = set(flags.FLAGS)
     try:
-        command_line.run(module.main, module.define_flags, getattr(module, "HINT", None))
+        command_line.run(module.main, getattr(module, "define_flags", lambda: None), getattr(module, "HINT", None))
         return 0
     except SystemExit as end:
         return end.code

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib
 import math
+import os
 import re
 import sys
 import traceback
@@ -27,13 +28,18 @@ def imported(path: str) -> Architecture:
     """
     module, _, name = path.partition(":")
     try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:  # a ValueError is that of an empty name
+        found = importlib.import_module(module)
+    except (ImportError, ValueError) as error:  # a ValueError is that of an empty name
         raise UserError(f"model.module={path} cannot be imported ({error}); put its package on PYTHONPATH") from error
     except (Exception, SystemExit) as error:  # the module is a user's
         raise UserError(
             f"model.module={path} cannot be imported: its module raises {type(error).__name__}: {error}"
         ) from error
+    require(name != "", f"model.module={path} has no class; write package.module:Class")
+    classes = [key for key, value in vars(found).items() if _is_architecture(value)]
+    has = ", ".join(classes) or "no architecture"
+    require(hasattr(found, name), f"model.module={path}: the module {module} has no class {name}; it has {has}")
+    kind = getattr(found, name)
     require(
         isinstance(kind, type) and issubclass(kind, Architecture),
         f"model.module={path} is no architecture; derive its class from paxtrain.model.spec.Architecture",
@@ -42,6 +48,11 @@ def imported(path: str) -> Architecture:
         return kind()
     except TypeError as error:
         raise UserError(f"model.module={path} must be made without arguments ({error})") from error
+
+
+def _is_architecture(value: object) -> bool:
+    """Return whether something of a module is a class of one's own."""
+    return isinstance(value, type) and issubclass(value, Architecture) and value is not Architecture
 
 
 @contextlib.contextmanager
@@ -62,9 +73,13 @@ def errors_of(config: ModelConfig, what: str) -> Iterator[None]:
     except Exception as error:
         if not config.module:
             raise
-        file = getattr(sys.modules.get(config.module.partition(":")[0]), "__file__", None)
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        where = f" in line {lines[-1]}" if lines else ""
+        # A layer may be inherited from a class of another file.
+        bases = filter(_is_architecture, type(imported(config.module)).__mro__)
+        files = [getattr(sys.modules.get(one.__module__), "__file__", None) for one in bases]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+        where = f" in line {frames[-1].lineno}" if frames else ""
+        if frames and frames[-1].filename != files[0]:
+            where += f" of {os.path.basename(frames[-1].filename)}"
         text = str(error).partition("\n")[0]
         raise UserError(
             f"model.module={config.module}: its {what} raises {type(error).__name__}{where}: {text}"

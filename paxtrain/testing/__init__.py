@@ -1,5 +1,6 @@
 """Properties that every model has, for models of one's own: `check_model` raises if one does not hold.
 
+    python -m paxtrain.testing mymodels:ParallelBlock            # or, from Python:
     from paxtrain.testing import check_model
     check_model("mymodels:ParallelBlock")
 

@@ -14,18 +14,19 @@ from paxtrain.model.spec import Params, Scalars
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.schedule.schedules import SPECS
-from paxtrain.testing.layers import TOLERANCE, difference, layer_properties, random_params
+from paxtrain.testing.layers import ROUNDING, TOLERANCE, difference, layer_properties, random_params
 
+MESHES = ((2, 2, 2),)
+SCHEDULES = ("eager_1f1b", "zb_h1")
 _SMALL = ModelConfig(
     vocab_size=61, layers=4, hidden=32, heads=4, intermediate=48, sequence=16, vocab_multiple=64, dtype="float32"
 )
-_ROUNDING = 1e-3  # a gradient below this part of the largest one may be rounding, as that of a bias of keys
 
 
 def check_model(
     model: str | ModelConfig,
-    meshes: Sequence[tuple[int, int, int]] = ((2, 2, 2),),
-    schedules: Sequence[str] = ("eager_1f1b", "zb_h1"),
+    meshes: Sequence[tuple[int, int, int]] = MESHES,
+    schedules: Sequence[str] = SCHEDULES,
 ) -> list[str]:
     """Check the properties that the trainer needs of a model.
 
@@ -43,18 +44,25 @@ def check_model(
         UserError: the model cannot be imported, or its table or its layer is refused.
         AssertionError: a property does not hold; the message says which, and what was seen.
     """
+    return list(checked(model, meshes, schedules))
+
+
+def checked(
+    model: str | ModelConfig,
+    meshes: Sequence[tuple[int, int, int]] = MESHES,
+    schedules: Sequence[str] = SCHEDULES,
+) -> Iterator[str]:
+    """Yield the properties as they are found to hold; arguments and exceptions are those of `check_model`."""
     if isinstance(model, str):
         model = dataclasses.replace(_SMALL, module=model, kv_heads=2)
     model = dataclasses.replace(model, dtype="float32", attention="xla")
     parameters.table(model)
-    found = []
     for name, function in _properties(model, meshes, schedules):
         try:
             function()
         except AssertionError as error:
             raise AssertionError(f"{model.module or model.family}: {name}: {error}") from error
-        found.append(name)
-    return found
+        yield name
 
 
 def _properties(
@@ -63,6 +71,7 @@ def _properties(
     """Yield names and checks; the arguments are those of `check_model`."""
     yield from layer_properties(model, max(tensor for _, _, tensor in meshes))
     yield "loss and gradients are finite", functools.partial(_finite, model)
+    yield "every parameter has a gradient", functools.partial(_used, model)
     config = None
     for mesh in meshes:
         for number, schedule in enumerate(schedules if mesh[1] > 1 else schedules[:1]):
@@ -125,6 +134,14 @@ def _finite(model: ModelConfig) -> None:
     assert not wrong, f"gradients are not finite: {', '.join(wrong)}"
 
 
+def _used(model: ModelConfig) -> None:
+    *_, grads = _right(model, 8)
+    unused = [_name(path) for path, g in jax.tree_util.tree_leaves_with_path(grads) if not np.any(g)]
+    assert not unused, (
+        f"that of {' and '.join(unused)} is zero for all tokens; let the model use what its table has, or take it out"
+    )
+
+
 def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -133,7 +150,7 @@ def _trainer(config: Config) -> Trainer:
     devices = jax.devices()
     if len(devices) >= config.mesh.devices:
         return Trainer(config, make_mesh(config.mesh, devices=devices[: config.mesh.devices]))
-    one = dataclasses.replace(config.mesh, data=1, pipe=1, tensor=1)
+    one = dataclasses.replace(config.mesh, data=1, pipe=1, tensor=1, sequence_parallel=False)
     return Trainer(config, make_mesh(one, devices=devices[:1]), virtual=True)
 
 
@@ -152,7 +169,7 @@ def _gradients(config: Config) -> None:
     found, wanted = ({"loss": one, **others} for one, others in ((loss, scalars), (right_loss, right_scalars)))
     for name, one in wanted.items():
         assert difference(one, found[name]) <= TOLERANCE, f"the {name} is {found[name]}, not {one}"
-    least = _ROUNDING * max(np.abs(g).max() for g in jax.tree.leaves(right))
+    least = ROUNDING * max(np.abs(g).max() for g in jax.tree.leaves(right))
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(right), jax.tree.leaves(grads), strict=True):
         error = difference(one, other, least)
         assert error <= TOLERANCE, f"{_name(path)} differs by {error:.2g} of its largest value"

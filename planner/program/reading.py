@@ -38,8 +38,9 @@ def read(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str
     """Return the program of a layer of a kind, see planner.program.cache.layer_program.
 
     Raises:
-        UserError: the layer of an architecture of one's own cannot be traced.
+        UserError: the layer of an architecture of one's own cannot be traced, or returns another shape or dtype.
     """
+    transformer.check_layer(model, mesh, sequence_parallel)
     rows = parameters.of_kind(model, kind)
     weights = {p.names[1:]: _array(p.shape(model, mesh), model.dtype if p.cast else "float32") for p in rows}
     known = [size for leaf in weights.values() for size in leaf.shape]

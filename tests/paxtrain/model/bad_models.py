@@ -7,6 +7,7 @@ import paxtrain.model as nn
 from paxtrain.config import ModelConfig
 from paxtrain.model.context import LayerContext
 from paxtrain.model.spec import Architecture, Aux, Parameter, Params, Scalars, bias, kernel, norm, vocabulary
+from tests.paxtrain.model.parallel_block import ParallelBlock
 from tests.paxtrain.model.recurrence import Recurrence
 from tests.paxtrain.model.routed import Routed
 
@@ -132,6 +133,13 @@ class Misspelt(Plain):
         return x + p["upp"]["kernel"]
 
 
+class Inherited(ParallelBlock):
+    """Has no parameter of those that its layer reads first; the layer is another file's."""
+
+    def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
+        return tuple(p for p in super().parameters(config) if p.names[1] != "ln")
+
+
 class Whole(Plain):
     """Takes the kernel for a whole one."""
 
@@ -206,6 +214,12 @@ class KeepsNaN(Plain):
 
     def layer(self, p: Params, x: jax.Array, c: LayerContext) -> jax.Array:
         return super().layer(p, x / jnp.linalg.norm(x, axis=-1, keepdims=True), c)
+
+
+class Unused(Plain):
+    """Has a parameter that its layer does not read."""
+
+    more = (kernel("layers/gate/kernel", "layers embed ffn"),)
 
 
 class SeesAhead(Plain):

@@ -87,7 +87,7 @@ BAD_TABLES = {
     "Rows": r"its parameters\(\) must return a tuple of paxtrain.model.spec.Parameter",
     "Raises": r"its parameters\(\) raises AttributeError in line \d+: 'ModelConfig' object has no attribute 'shape'",
     "WithArguments": r"must be made without arguments \(.*'depth'\)",
-    "Missing": "cannot be imported .*put its package on PYTHONPATH",
+    "Missing": r"Missing: the module tests.paxtrain.model.bad_models has no class Missing; it has .*Plain, Twice, ",
     "jax": "is no architecture; derive its class",
 }
 
@@ -99,11 +99,28 @@ def test_a_table_that_cannot_be_trained_is_refused(module, words):
 
 
 @pytest.mark.parametrize(
+    ("module", "words"),
+    {
+        "nowhere:Block": r"nowhere:Block cannot be imported .*; put its package on PYTHONPATH",
+        "json:Block": r"json:Block: the module json has no class Block; it has no architecture$",
+        "json": r"json has no class; write package.module:Class$",
+        "strange:Block": r"strange:Block cannot be imported: its module raises AttributeError: .* 'missing'",
+    }.items(),
+)
+def test_a_class_that_cannot_be_imported_is_refused(module, words, tmp_path, monkeypatch):
+    (tmp_path / "strange.py").write_text("import json\n\njson.missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=words):
+        parameters.table(config(module).model)
+
+
+@pytest.mark.parametrize(
     ("module", "tensor", "words"),
     [
         ("Shorter", 1, r"its layer\(\) is given x as float32\[1,16,32\] and returns float32\[1,15,32\]"),
         ("Pair", 1, r"and returns \(float32\[1,16,32\], float32\[1,16,32\]\); it must return the same shape and dtype"),
         ("Misspelt", 1, r"its layer\(\) raises KeyError in line \d+: 'upp'"),
+        ("Inherited", 1, r"its layer\(\) raises KeyError in line \d+ of parallel_block.py: 'ln'"),
         ("NoScalars", 1, r"returns float32\[1,16,32\]; it must .* beside it {balance: float32\[\]}, as its aux\(\)"),
         ("OtherScalars", 1, r"returns \(float32\[1,16,32\], {balanced: float32\[\]}\); it must"),
         ("Whole", 2, r"its layer\(\) raises TypeError in line \d+: cannot reshape"),
@@ -196,11 +213,13 @@ def test_without_heads_no_attention_is_counted():
     assert metrics.flops_per_token(model) == 6 * (4 * layer + 61 * 32 + 32)
 
 
-def test_the_page_shows_the_files():
-    files = [(HERE / name).read_text() for name in ("parallel_block.py", "recurrence.py")]
+def test_the_page_shows_the_file_and_the_parts_of_a_layer():
     page = (ROOT / "docs" / "models.md").read_text()
-    shown = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    assert len(shown) == 2 and all(file.endswith(snippet) for file, snippet in zip(files, shown, strict=True))
+    [shown] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert (HERE / "parallel_block.py").read_text().partition('"""\n\n')[2] == shown
+    assert sorted(re.findall(r"^\| `nn\.(\w+)\(", page, re.M)) == sorted(paxtrain.model.__all__)
+    dims = re.findall(r"^\| (`[a-z_]+`(?:, `[a-z_]+`)?) \|", page.partition("| part |")[0], re.M)
+    assert set(re.findall(r"\w+", " ".join(dims))) == {*config().model.dims} - {"tables"}
 
 
 def test_what_only_the_families_have_says_so(monkeypatch):

@@ -1,4 +1,4 @@
-"""Architectures whose programs are not only products: one mixes by a Fourier transform, one cannot be traced."""
+"""Architectures whose programs are not only products: one mixes by a Fourier transform, two cannot be trained."""
 
 import jax
 import jax.numpy as jnp
@@ -30,3 +30,10 @@ class Fourier(Architecture):
 class Broken(Fourier):
     def layer(self, p: Params, x: jax.Array, c: LayerContext) -> jax.Array:
         return x @ p["nowhere"]["kernel"]
+
+
+class OneWay(Fourier):
+    """Has a loop that has no backward."""
+
+    def layer(self, p: Params, x: jax.Array, c: LayerContext) -> jax.Array:
+        return jax.lax.while_loop(lambda y: y.sum() > 0, lambda y: y / 2, super().layer(p, x, c))

@@ -22,6 +22,7 @@ from tests.planner.examples import cluster
 
 BLOCK = "tests.paxtrain.model.parallel_block:ParallelBlock"
 RECURRENCE = "tests.paxtrain.model.recurrence:Recurrence"
+BAD = "tests.paxtrain.model.bad_models:"
 OTHERS = "tests.planner.planning.fourier:"
 KINDS = "mixed:Mixed", "bad_models:Plain", "routed:Routed"
 SIZES = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 2, "intermediate": 1536, "sequence": 256}
@@ -165,11 +166,18 @@ def test_without_attention_there_are_no_scores_in_the_memory():
     assert old == new + 2 * 8 * 256 * 256 * (4 + 2)
 
 
-def test_a_layer_that_cannot_be_traced_is_named_before_anything_is_searched(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (OTHERS + "Broken", r"Broken: its layer\(\) raises KeyError in line \d+: 'nowhere'"),
+        (OTHERS + "OneWay", r"OneWay: tracing its layer for tensor=. raises ValueError: Reverse-mode differentiation"),
+        (BAD + "Shorter", r"Shorter: its layer\(\) is given x as .*\[1,256,512\] and returns .*\[1,255,512\]; it must"),
+    ],
+)
+def test_a_layer_that_cannot_be_trained_is_refused_before_anything_is_searched(module, words, monkeypatch):
     monkeypatch.setattr(Search, "run", lambda *_, **__: pytest.fail("searched"))
-    words = r"model.module=.*Broken: tracing its layer for tensor=. raises KeyError: 'nowhere'"
     with pytest.raises(paxtrain.UserError, match=words):
-        planner.plan(config(OTHERS + "Broken"), cluster(2, 4), OPTIONS)
+        planner.plan(config(module), cluster(2, 4), OPTIONS)
 
 
 def test_a_profile_of_an_architecture_counts_for_no_other():
