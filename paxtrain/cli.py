@@ -4,7 +4,7 @@ import runpy
 import sys
 from collections.abc import Mapping
 
-from paxtrain.command_line import fail, run
+from paxtrain.command_line import ends_with_its_reader, fail, run
 from paxtrain.errors import UserError
 
 # (module, arguments in front of the given ones, description for --help)
@@ -33,8 +33,9 @@ def run_command(program: str, commands: Mapping[str, Command]) -> None:
     if name in ("--help", "-h", "help"):
         width = max(map(len, commands))
         lines = (f"  {command:<{width}}  {what}" for command, (_, _, what) in commands.items())
-        print("\n".join([f"usage: {program} COMMAND --flag=value ...", *lines]))
-        print(f"`{program} COMMAND --help` lists a command's flags.")
+        with ends_with_its_reader():
+            print("\n".join([f"usage: {program} COMMAND --flag=value ...", *lines]))
+            print(f"`{program} COMMAND --help` lists a command's flags.")
         return
     if name not in commands:
         given = f"got {name!r}" if name else "got none"

@@ -1,10 +1,13 @@
 """The command line of every main: bad flags and bad input become one sentence on stderr and exit code 2.
 
+A main whose output nobody reads any more, as with `| head`, ends quietly, as SIGPIPE would end it.
 `--help` lists the flags that the main defines, in groups, and not those of the libraries; `--helpfull` lists all.
 """
 
 import contextlib
+import os
 import re
+import select
 import shutil
 import sys
 import textwrap
@@ -17,6 +20,7 @@ from paxtrain.errors import PREFIX, UserError, printable, told
 from paxtrain.process import setup
 
 OVERRIDES = "overrides are written --config.section.key=value"
+UNREAD = 141  # exit code of a process that SIGPIPE ends
 _COLUMN = 26  # at which `--help` begins to describe a flag
 # What Python and absl say of a flag's value, and what is said instead.
 _PLAINLY = {
@@ -143,6 +147,8 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
         return others
     except UserError as error:
         fail(error)
+    except BrokenPipeError:  # of --help
+        raise
     except OSError as error:
         reason = str(error).splitlines()[-1].strip()
         fail(UserError(f"cannot load the configuration file ({reason}); name one such as configs/tiny.py or tiny"))
@@ -156,6 +162,43 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
         fail(UserError(text))
     except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:
         fail(error)
+
+
+def _unread(failed: bool) -> bool:
+    """Return whether stdout or stderr is a pipe that nobody reads; nothing reaches it any more.
+
+    Args:
+        failed: whether a write has failed; its stream may have nothing left to write, so the pipe itself is asked.
+    """
+    found = False
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+            pipe = select.poll()
+            pipe.register(stream.fileno(), 0)
+            lost = failed and any(event & select.POLLERR for _, event in pipe.poll(0))
+        except BrokenPipeError:
+            lost = True
+        except OSError:  # a disk is full, which Python says at its end
+            lost = False
+        if lost:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        found |= lost
+    return found
+
+
+@contextlib.contextmanager
+def ends_with_its_reader() -> Iterator[None]:
+    """End the process quietly, with exit code 141, if the block prints to a pipe that nobody reads any more."""
+    try:
+        yield
+    except (BrokenPipeError, SystemExit) as end:
+        if not _unread(isinstance(end, BrokenPipeError)):
+            raise
+    else:
+        if not _unread(failed=False):
+            return
+    sys.exit(UNREAD)
 
 
 def run(
@@ -188,6 +231,6 @@ def run(
             print(f"{PREFIX}{sentence(text)}", file=sys.stderr, flush=True)
             sys.exit(code)
 
-    with setup.quiet_orbax():
+    with ends_with_its_reader(), setup.quiet_orbax():
         about = getattr(main, "__globals__", {}).get("__doc__") or ""
         app.run(guarded, argv, flags_parser=lambda argv: parse_flags(argv, define_flags, about))

@@ -1,10 +1,23 @@
-"""A full disk is one sentence, and another exception keeps its traceback."""
+"""A full disk is one sentence, output that nobody reads is the end, and another exception keeps its traceback."""
 
 import errno
+import os
+import subprocess
+import sys
 
 import pytest
 
+from paxtrain.command_line import UNREAD
 from tests import mains
+from tests.sources import ROOT
+
+PRINTS = "from paxtrain.command_line import run; run(lambda argv: print('a line\\n' * 100000))"
+OTHER_PIPE = """
+import os, paxtrain.command_line
+ends = os.pipe()
+os.close(ends[0])
+paxtrain.command_line.run(lambda argv: os.write(ends[1], b"."))
+"""
 
 
 def ended(monkeypatch, capsys, error):
@@ -47,3 +60,35 @@ def test_a_full_disk_is_one_sentence(monkeypatch, capsys, error):
 def test_other_exceptions_are_raised(monkeypatch, capsys, error):
     with pytest.raises(type(error)):
         ended(monkeypatch, capsys, error)
+
+
+def unread(*command):
+    """Return exit code and stderr of a Python command whose stdout nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "paxtrain.train", "--help"],
+        ["-c", "import sys; sys.argv[0] = 'paxtrain'; from paxtrain.cli import main; main()", "--help"],
+        ["-c", PRINTS],
+    ],
+)
+def test_a_main_that_nobody_reads_ends_quietly(command):
+    assert unread(*command) == (UNREAD, "")
+
+
+def test_a_main_in_front_of_head_ends_quietly():
+    piped = f'{sys.executable} -c "$0" | head -n 1; exit ${{PIPESTATUS[0]}}'
+    ended = subprocess.run(["bash", "-c", piped, PRINTS], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + 13, "a line\n", "")
+
+
+def test_another_broken_pipe_keeps_its_traceback():
+    ended = subprocess.run([sys.executable, "-c", OTHER_PIPE], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and "in <lambda>\nBrokenPipeError" in ended.stderr
