@@ -42,7 +42,16 @@ def main(argv: Sequence[str]) -> None:
     cluster, options = planning_flags.cluster(), planning_flags.options(oracle=f.oracle)
     _check_writable(out)
     with tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False) as bar:
-        found = _plans(values, cluster, options, bar.set_description_str)
+        bar.set_description_str("reading the model and bounding the candidates")
+        told: list[str] = []
+
+        def say(phase: str) -> None:
+            if not told:  # the first phase stays, and is told wherever stderr goes
+                bar.write(f"{phase} ...", file=sys.stderr)
+            told.append(phase)
+            bar.set_description_str(phase)
+
+        found = _plans(values, cluster, options, say)
     found.save(out)
     if f.json:
         print(json.dumps(found.json()))

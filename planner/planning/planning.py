@@ -199,6 +199,8 @@ def plan_sections(
         require_compression(search.space, search.model, options.asked(search.choices))
     compiles = _compiles(options.oracle, cluster)
     planning = _Planning(search, compress, values, search.global_batch, say)
+    search.require_one()
+    say(f"searching {len(search.space):,} candidates for {cluster.devices} devices on {len(cluster.hosts)} host(s)")
     outcome = search.run(progress=say)
     chosen = outcome.ranked[0]
     rows: tuple[contents.OracleRow, ...] = ()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -59,6 +60,7 @@ def test_the_whole_ranking_as_json(cluster_file, tmp_path):
     flags = ("--json", "--top=4", "--placed=1", "--data=2,4", "--zero1=no", "--compress=none")
     run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={tmp_path / 'plan'}", *flags)
     assert run.returncode == 0, run.stderr
+    assert re.fullmatch(r"searching [\d,]+ candidates for 8 devices on 2 host\(s\) \.\.\.\n", run.stderr)
     found = json.loads(run.stdout)
     assert len(found["ranked"]) == 4 and found["chosen"] == 0
     for row in found["ranked"]:
