@@ -10,7 +10,7 @@ from ml_collections import ConfigDict, config_flags
 
 from paxtrain.command_line import group
 from paxtrain.config import Config, from_dict, plan
-from paxtrain.config.load import errors_of
+from paxtrain.config.load import JSON, errors_of, recorded
 from paxtrain.errors import UserError
 from paxtrain.files import find
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES, cpu_devices
@@ -39,6 +39,8 @@ def define_config(name: str, default: str | None, description: str) -> None:
             return load(path)
         resolved = _resolved(path)
         file = resolved.partition(":")[0]
+        if file.endswith(JSON):
+            return ConfigDict(recorded(file))
         with errors_of(file):
             loaded = load(resolved)
         if loaded is None:

@@ -14,9 +14,10 @@ from paxtrain.config.compress import CompressConfig, moved
 from paxtrain.config.config import Config
 from paxtrain.config.options import CodecOptions
 from paxtrain.errors import UserError
-from paxtrain.files import find
+from paxtrain.files import find, read_json
 
 Section = TypeVar("Section")
+JSON = ".json"  # ends the name of a configuration that a run has recorded
 
 
 def read_section(cls: type[Section], values: object, path: str) -> Section:
@@ -118,11 +119,27 @@ def nested(given: Mapping[str, Any], values: dict[str, Any] | None = None) -> di
     return values
 
 
+def recorded(path: str) -> dict[str, Any]:
+    """Return the values of a configuration in JSON, as a run writes it into its folder.
+
+    Raises:
+        UserError: the file cannot be read, or has no values by section.
+    """
+
+    def parse(values: object) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            raise UserError(f"must be an object of sections, got {shown(values)}")
+        return values
+
+    return read_json(path, "configuration", "name the config.json of a run's folder, or a file as configs/tiny.py", parse)
+
+
 def load_config(name: str, overrides: Mapping[str, Any] | None = None, *, model: str = "") -> Config:
     """Return the configuration of a file, with some of its values replaced.
 
     Args:
-        name: path of a file that defines `get_config()`, or the name of a shipped one, such as "gpt_8b".
+        name: path of a file that defines `get_config()` or of a run's config.json, or the name of a shipped file, such
+            as "gpt_8b".
         overrides: values by dotted key, such as {"mesh.pipe": 2}.
         model: architecture of one's own, as package.module:Class; "": the file's.
 
@@ -130,6 +147,12 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None, *, model:
         UserError: there is no such file, it has no `get_config()`, or a key or value does not fit.
     """
     path = find(name)
+    values = recorded(path) if path.endswith(JSON) else _executed(path)
+    return from_dict(nested({**({"model.module": model} if model else {}), **(overrides or {})}, values))
+
+
+def _executed(path: str) -> dict[str, Any]:
+    """Return the values of a configuration that a file of Python makes."""
     try:
         source = pathlib.Path(path).read_bytes()
     except OSError as error:
@@ -141,5 +164,4 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None, *, model:
         exec(compile(source, path, "exec"), found)
         if not callable(found.get("get_config")):
             raise UserError(f"{path} defines no get_config(); write it as configs/tiny.py does")
-        values = found["get_config"]().to_dict()
-    return from_dict(nested({**({"model.module": model} if model else {}), **(overrides or {})}, values))
+        return found["get_config"]().to_dict()

@@ -23,6 +23,7 @@ NO_JUMP = (
     "runs with optimizer.schedule=wsd go on without a jump from a checkpoint before their decay, and so does a new run "
     "that imports this one's export and warms up"
 )
+CONFIG = "config.json"  # the configuration, in the run's folder
 _OF_BATCH, _OF_RUN = ("global_batch",), ("steps", "seed")  # settings that change what a run learns
 NO_STAGE = "no stage, because the step would not end sooner"  # that compresses over data
 
@@ -151,22 +152,23 @@ def changed_settings(before: Mapping[str, Any], now: Config, updates: int) -> st
     return f"{some(different)}; the next step's learning rate was {rates[0]:.3g} and is {rates[1]:.3g}{jump}"
 
 
-def next_steps(out: pathlib.Path, sampled: bool, config: Config) -> list[tuple[str, str]]:
+def next_steps(out: pathlib.Path, sampled: bool, config: Config, also: str = "") -> list[tuple[str, str]]:
     """Return the commands that a finished run's folder is for, as rows of (what for, command).
 
     Args:
         out: Folder of the run.
         sampled: Whether the folder has a tokenizer, without which there is no sample and no export.
         config: Configuration of the run.
+        also: What the run has besides its configuration, in words.
     """
     run, model = shlex.quote(str(out)), shlex.quote(f"{out}_hf")
     opt, steps = config.optimizer, config.run.steps
-    go_on = "the same command with a larger run.steps, or on other devices with planner.plan's --plan"
     rates = [float(learning_rate(opt, total)(steps)) for total in (steps, 2 * steps)]
+    go_on = f"python -m paxtrain.train --config={shlex.quote(str(out / CONFIG))} --config.run.steps={2 * steps}"
+    go_on += "" if config.checkpoint.resume else " --config.checkpoint.resume=True"
+    rows = [("to go on", f"{go_on} with {also}" if also else go_on)]
     if rates[1] > 1.1 * rates[0]:
-        jump = f"the learning rate jumps from {rates[0]:.3g} to {rates[1]:.3g}"
-        go_on += f"; with run.steps={2 * steps} {jump}; {NO_JUMP}"
-    rows = [("to go on", go_on)]
+        rows.append(("learning rate", f"jumps then from {rates[0]:.3g} to {rates[1]:.3g}; {NO_JUMP}"))
     if sampled:
         rows += [
             ("to sample", f"python -m paxtrain.sample --checkpoint={run}"),

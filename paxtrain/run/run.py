@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import time
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from paxtrain import files
+from paxtrain.config import to_dict
 from paxtrain.errors import UserError
 from paxtrain.outer.trainer import GroupedTrainer
 from paxtrain.parallel.step import TrainState
@@ -77,6 +80,8 @@ class Run(PreparedRun):
         ):
             state = self.start(checkpoints)
             self._keep_tokenizer()
+            if self.primary:
+                files.write(self.out / report.CONFIG, json.dumps(to_dict(self.config), indent=2))
             first = int(state.step)
             profiler = Profiler(self.config, self.mesh, first)
             self.choose_ranks(state)
@@ -107,7 +112,7 @@ class Run(PreparedRun):
                 plots.plot_losses(self.out / metrics.FILE, self.out / LOSSES)
         result = dataclasses.replace(self._result(state, untrained, validation, speed), comparison=comparison)
         if result.finished:
-            self._summary(result)
+            self._summary(result, "" if predicted is None else "the same --plan")
         else:
             if comparison:
                 self.say(table(comparison.rows()))
@@ -153,7 +158,7 @@ class Run(PreparedRun):
         if new := {name: loss for name, loss in losses.items() if name not in known}:
             writer.write(step, new)
 
-    def _summary(self, result: TrainingResult) -> None:
+    def _summary(self, result: TrainingResult, also: str) -> None:
         speed = f"{size(result.tokens_per_second)}tokens/s"
         rows = [
             *report.losses("validation loss", result.validation),
@@ -179,4 +184,5 @@ class Run(PreparedRun):
             except UserError as error:  # some tokenizers have no token for "\n"; the run is complete without a sample
                 text = f"none, {error}"
             self.say(f"a sample:\n{text}")
-        self.say(table(report.next_steps(self.out, known, self.config)))
+        also = also if self.trainer.codec is None else "the same codec, in Python"
+        self.say(table(report.next_steps(self.out, known, self.config, also)))

@@ -65,6 +65,12 @@ MAINS = (
         skip=("paxtrain.run.run:Run.train",),
     ),
     Main(
+        "paxtrain.train",
+        TRAINING | {"config": "{home}/config.json"},
+        files="config.json",
+        skip=("paxtrain.run.run:Run.train",),
+    ),
+    Main(
         "planner.plan",
         PLAN,
         integers="global_batch top placed seed tensor_hosts",

@@ -11,7 +11,8 @@ import numpy as np
 import safetensors.numpy
 
 from experiments.published.comparison import BEGIN, END
-from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig, plan
+from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig, plan, to_dict
+from paxtrain.config.load import load_config
 from paxtrain.data.preparation import prepare as prepare_data
 from paxtrain.huggingface import architectures
 from paxtrain.model import transformer
@@ -56,6 +57,7 @@ def prepare(home: pathlib.Path) -> None:
     for folder in ("one", "two", "model"):
         (home / folder).mkdir(parents=True)
     shutil.copy(ROOT / "configs/tiny.py", home / "config.py")
+    (home / "config.json").write_text(json.dumps(to_dict(load_config("tiny"))))
     (home / "text.txt").write_text("all work and no play " * 200)
     texts = [f"line {i} " * 40 + "a" * 400 + "x" for i in range(50)]
     (home / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

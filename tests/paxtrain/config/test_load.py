@@ -1,8 +1,10 @@
 """Configurations load by path and by name, from any folder."""
 
+import json
+
 import pytest
 
-from paxtrain.config import from_dict
+from paxtrain.config import from_dict, to_dict
 from paxtrain.config.load import load_config
 from paxtrain.errors import UserError
 from paxtrain.files import find, shipped_folder, shipped_names
@@ -32,6 +34,33 @@ def test_overrides_are_values_by_dotted_key():
     found = load_config("tiny", {"mesh.pipe": 4, "mesh.tensor": 1, "model.layers": 8})
     assert (found.mesh.pipe, found.mesh.tensor, found.model.layers) == (4, 1, 8)
     assert found.batch == load_config("tiny").batch
+
+
+def test_a_recorded_configuration_is_the_same_again(tmp_path):
+    changed = {"mesh.pipe": 2, "model.rope_theta": 1e-7, "compress.backward.codec": "int8"}
+    changed |= {"compress.backward.messages": "all", "compress.backward.options": {"block": 32}}
+    config = load_config("tiny", changed)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_dict(config)))
+    assert load_config(str(path)) == config
+    assert load_config(str(path), {"run.steps": 70}) == load_config("tiny", changed | {"run.steps": 70})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot read the configuration .*none.json .*; name the config.json of a run's folder"),
+        ("{", "cannot read the configuration .*none.json .*; name the config.json"),
+        ("[3]", r"none.json: must be an object of sections, got \[3\]"),
+        ('{"mesh": 3}', "mesh must be a mapping, got 3"),
+    ],
+)
+def test_another_file_of_json_is_one_sentence(tmp_path, text, words):
+    path = tmp_path / "none.json"
+    if text:
+        path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        load_config(str(path))
 
 
 @pytest.mark.parametrize(
