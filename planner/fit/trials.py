@@ -38,44 +38,17 @@ from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError, whole
 from paxtrain.schedule.schedules import FAMILY, names, spec_of
 
+_SIZES = ("hidden", "heads", "layers", "seq", "vocab", "global_batch", "micro_batch", "tp", "dp", "pp")
+_COUNTS = ("devices", "devices_per_host", *_SIZES)
+_OF_HOSTS = ("device_kinds", "host_gbit", "intra_gbit")
 _OF_RANKS = ("stage_layers", "schedule", "virtual_stages", "data_micro_batches", "placement")
-OPTIONAL = ("device_kinds", "host_gbit", "intra_gbit", *_OF_RANKS)
+OPTIONAL = (*_OF_HOSTS, *_OF_RANKS)
 COLUMNS = (
-    "cluster",
-    "devices",
-    "devices_per_host",
-    "device_kinds",
-    "host_gbit",
-    "intra_gbit",
-    "hidden",
-    "heads",
-    "layers",
-    "seq",
-    "vocab",
-    "global_batch",
-    "micro_batch",
-    "tp",
-    "dp",
-    "pp",
+    *("cluster", "devices", "devices_per_host"),
+    *_OF_HOSTS,
+    *_SIZES,
     *_OF_RANKS,
-    "recompute",
-    "dtype",
-    "seconds",
-)
-
-_COUNTS = (
-    "devices",
-    "devices_per_host",
-    "hidden",
-    "heads",
-    "layers",
-    "seq",
-    "vocab",
-    "global_batch",
-    "micro_batch",
-    "tp",
-    "dp",
-    "pp",
+    *("recompute", "dtype", "seconds"),
 )
 _BYTES = {"fp16": 2, "float16": 2, "half": 2, "bf16": 2, "bfloat16": 2, "fp32": 4, "float32": 4, "tf32": 4, "float": 4}
 
