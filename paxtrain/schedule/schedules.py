@@ -319,11 +319,6 @@ def spec_of(name: str) -> ScheduleSpec:
     return _OUTSIDE[name]
 
 
-def outside(name: str) -> bool:
-    """Return whether a name is that of a file, or of a schedule between 1f1b and eager_1f1b."""
-    return name.endswith(FILE) or name.startswith(FAMILY)
-
-
 def parts(name: str) -> tuple[str, int]:
     """Return PipelineConfig.schedule and PipelineConfig.in_flight of a schedule's name."""
     most = spec_of(name).in_flight_first

@@ -37,11 +37,6 @@ def freed(options: PlanOptions) -> PlanOptions:
     )
 
 
-def narrows(options: PlanOptions) -> bool:
-    """Return whether options fix a part of the plan that a free choice may decide."""
-    return freed(options) != options
-
-
 def free_choice(
     values: Values, cluster: Cluster, options: PlanOptions, asked: Plans, global_batch: int = 0
 ) -> FreeChoice:

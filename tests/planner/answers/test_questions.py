@@ -197,7 +197,7 @@ def test_tokens_and_price_are_numbers(name, value):
 def test_what_was_asked_for_has_its_price():
     some, small = cluster(2, 2), values(layers=4)
     asked = dataclasses.replace(OPTIONS, pipe=(4,), micro_batch=(8,))
-    assert free_choice.narrows(asked) and not free_choice.narrows(free_choice.freed(asked))
+    assert free_choice.freed(free_choice.freed(asked)) == free_choice.freed(asked) != asked
     plans = plan_sections(small, some, asked)
     found = free_choice.free_choice(small, some, asked, plans)
     best = plan_sections(small, some, dataclasses.replace(free_choice.freed(asked), nearby=False))
@@ -216,7 +216,7 @@ def test_a_free_choice_allows_what_was_asked():
 @pytest.mark.parametrize("asked", ["no", "yes"])
 def test_the_micro_batches_of_slow_data_ranks_are_free_too(asked):
     options = dataclasses.replace(OPTIONS, uneven_data=asked)
-    assert free_choice.narrows(options) and free_choice.freed(options).uneven_data == "both"
+    assert free_choice.freed(options).uneven_data == "both" != options.uneven_data
 
 
 def test_even_micro_batches_have_their_price_on_devices_of_two_kinds():
