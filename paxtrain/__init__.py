@@ -1,9 +1,9 @@
 """paxtrain: language models trained over a (data, pipe, tensor) mesh.
 
-Programs lie directly in this package (`python -m paxtrain.train`) or are a subpackage's own (study, huggingface, testing).
-Beside them are what all programs start with (cli.py, command_line.py, flags.py) and what every subpackage may import
-(errors.py, files.py, knobs.py, tables.py). The names below are the interface for programs that import paxtrain. Each
-name is loaded when it is first used.
+Programs lie directly in this package (`python -m paxtrain.train`) or are a subpackage's own (huggingface, study,
+testing). Beside them are what all programs start with (cli.py, command_line.py, flags.py) and what every subpackage may
+import (errors.py, files.py, knobs.py, tables.py). The names below are the interface for programs that import paxtrain.
+Each name is loaded when it is first used.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Programs that tests have in common, compiled once in a process."""
+"""Programs that tests have in common, compiled once in a process, and GPUs to compile for."""
 
 import collections
 import threading
@@ -6,7 +6,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import pytest
 from jax._src import compiler
+
+from paxtrain.xla import aot
+
+
+def gpus(kind: str = "h100", hosts: int = 1, per_host: int = 1) -> list[jax.Device]:
+    """Return GPUs that are not there; without jax's CUDA plugin the test is skipped."""
+    jax.devices()  # as in a process that already computes on the CPU
+    try:
+        return aot.devices(kind, hosts, per_host)
+    except aot.Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 def share() -> None:

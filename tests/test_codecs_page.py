@@ -11,8 +11,8 @@ import pytest
 import compress
 from compress.codecs import named
 from paxtrain.config import plan
-from paxtrain.data.preparation import prepare
 from paxtrain.run import metrics
+from tests import small
 from tests.planner.examples import cluster
 from tests.sources import ROOT
 from tests.test_docs import snippets
@@ -33,9 +33,7 @@ def home(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("codecs")
     module, _ = snippets(PAGE)
     (folder / "sparse.py").write_text(module)
-    (folder / "corpus.txt").write_text(" ".join(map(str, range(20_000))))
-    prepare([str(folder / "corpus.txt")], folder / "runs" / "data")
-    return folder
+    return small.corpus(folder, 20_000, "runs/data")
 
 
 def train(home: pathlib.Path, out: str, steps: int, *flags: str) -> subprocess.CompletedProcess:

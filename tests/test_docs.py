@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import paxtrain
-from paxtrain.data.preparation import prepare
+from tests import small
 from tests.sources import ROOT
 
 API = ROOT / "docs" / "api.md"
@@ -24,10 +24,7 @@ EXAMPLES = [
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> pathlib.Path:
     """Return a folder with data as `paxtrain.prepare --out=runs/data` writes it."""
-    folder = tmp_path_factory.mktemp("home")
-    (folder / "corpus.txt").write_text(" ".join(map(str, range(20_000))))
-    prepare([str(folder / "corpus.txt")], folder / "runs" / "data")
-    return folder
+    return small.corpus(tmp_path_factory.mktemp("home"), 20_000, "runs/data")
 
 
 def snippets(page: pathlib.Path) -> list[str]:

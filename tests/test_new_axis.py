@@ -21,7 +21,6 @@ from paxtrain.model import parameters
 from paxtrain.model.context import LayerContext
 from paxtrain.model.spec import Architecture, Parameter, Params, kernel, norm, vocabulary
 from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute
 from planner.cost.candidate import Candidate, host_order
@@ -37,6 +36,7 @@ from planner.report import text
 from planner.search.budget import Budget
 from planner.search.search import Options, Search
 from planner.search.space import Choices, enumerate_candidates
+from tests import small
 from tests.planner.examples import cluster
 
 NAME = "replica"
@@ -64,14 +64,8 @@ def replica(monkeypatch):
 
 
 def config(module="", **mesh):
-    model = {"layers": 2, "hidden": 16, "heads": 2, "sequence": 8, "vocab_size": 61, "dtype": "float32"}
-    return from_dict(
-        {
-            "model": model | {"module": module},
-            "mesh": mesh,
-            "batch": {"global_batch": 8, "micro_batch": 1},
-        }
-    )
+    model = {"layers": 2, "hidden": 16, "heads": 2, "sequence": 8, "module": module}
+    return small.config(model=model, mesh=mesh)
 
 
 def test_without_a_record_there_is_no_such_axis():
@@ -91,17 +85,9 @@ def test_its_size_is_checked_and_splits_the_batch(replica):
 
 def errors(module="", **mesh):
     """Return the largest errors of loss, norm and gradients on a mesh, over the largest values on one device."""
-    tokens, params, found = np.random.default_rng(0).integers(0, 61, (8, 9), dtype=np.int32), None, []
+    found = []
     for c in (config(module), config(module, **mesh)):
-        trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
-        if params is None:
-            params = trainer.layout.to_canonical(trainer.init(0).params)
-        mine = jax.device_put(jax.jit(trainer.layout.from_canonical)(params), trainer.state_shardings.params)
-        batch = jax.device_put(tokens, trainer.batch_sharding)
-        loss, grads, *_ = jax.jit(trainer.loss_and_gradients)(mine, batch)
-        norm = jax.jit(trainer.norm)(grads)
-        values = [loss, norm, *jax.tree.leaves(trainer.layout.to_canonical(grads))]
-        found.append([np.asarray(x) for x in values])
+        found.append(jax.tree.leaves(small.gradients(small.trainer(c), small.canonical(c.model), small.tokens(c))))
     return [float(np.abs(other - one).max() / np.abs(one).max()) for one, other in zip(*found, strict=True)]
 
 
@@ -333,7 +319,7 @@ def test_a_size_that_does_not_divide_its_dim_is_refused(wide):
 def test_its_dim_is_split_on_devices_and_in_counts(wide):
     """A device has 64 / (2 x 4) of the 64 columns of up and rows of down, and all of the norm's 16 numbers."""
     c = config(MODULE, tensor=2, wide=4)
-    trainer = Trainer(c, make_mesh(c.mesh))
+    trainer = small.trainer(c)
     shardings = trainer.state_shardings.params["layers"]
     found = {
         name: shardings[name]["kernel"].shard_shape(trainer.layout.shapes["layers"][name]["kernel"].shape)

@@ -10,10 +10,7 @@ import pytest
 
 from experiments.gpu import correctness, many, options
 from experiments.gpu.section import FULL
-from paxtrain.config import from_dict
 from paxtrain.errors import UserError
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from paxtrain.schedule import buffers
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.row_layout import lay_out, warm_up_then_alternate
@@ -24,6 +21,7 @@ from planner.memory import closed_form
 from planner.pipeline import rows
 from planner.search import layers, pruning
 from planner.search.space import Choices, candidate_of, enumerate_candidates
+from tests import small
 from tests.planner.examples import MODEL, cluster, placements
 from tests.sources import ROOT
 
@@ -69,14 +67,7 @@ def late(monkeypatch):
 
 
 def config(schedule, pipe, data=1):
-    return from_dict(
-        {
-            "model": {"layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "dtype": "float32"},
-            "mesh": {"data": data, "pipe": pipe},
-            "batch": {"global_batch": 10, "micro_batch": 1},
-            "pipeline": {"schedule": schedule},
-        }
-    )
+    return small.config((data, pipe), (10, 1), pipeline={"schedule": schedule})
 
 
 def test_without_a_spec_there_is_no_such_schedule():
@@ -102,16 +93,9 @@ def test_its_table_is_proved_and_its_rings_are_as_deep_as_the_spec_says(late):
 
 @pytest.mark.once
 def test_its_gradients_are_those_of_one_device(late):
-    tokens, params, found = np.random.default_rng(0).integers(0, 61, (10, 17), dtype=np.int32), None, []
-    for schedule, pipe in (("gpipe", 1), (NAME, 2)):
-        c = config(schedule, pipe)
-        trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:pipe]))
-        if params is None:
-            params = trainer.layout.to_canonical(trainer.init(0).params)
-        mine = jax.device_put(jax.jit(trainer.layout.from_canonical)(params), trainer.state_shardings.params)
-        batch = jax.device_put(tokens, trainer.batch_sharding)
-        loss, grads, *_ = jax.jit(trainer.loss_and_gradients)(mine, batch)
-        found.append([loss, *jax.tree.leaves(trainer.layout.to_canonical(grads))])
+    found = []
+    for c in (config("gpipe", 1), config(NAME, 2)):
+        found.append(jax.tree.leaves(small.gradients(small.trainer(c), small.canonical(c.model), small.tokens(c))))
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
 

@@ -131,7 +131,9 @@ def recorded(path: str) -> dict[str, Any]:
             raise UserError(f"must be an object of sections, got {shown(values)}")
         return values
 
-    return read_json(path, "configuration", "name the config.json of a run's folder, or a file as configs/tiny.py", parse)
+    return read_json(
+        path, "configuration", "name the config.json of a run's folder, or a file as configs/tiny.py", parse
+    )
 
 
 def load_config(name: str, overrides: Mapping[str, Any] | None = None, *, model: str = "") -> Config:

@@ -1,7 +1,7 @@
 """Check that a model can be trained: python -m paxtrain.testing package.module:Class.
 
-It prints each property of `paxtrain.testing.check_model` that holds, on 8 virtual CPU devices. The exit code is 1 if one
-does not hold, and 2 if the trainer would refuse the model.
+It prints each property of `paxtrain.testing.check_model` that holds, on 8 virtual CPU devices. The exit code is 1 if
+one does not hold, and 2 if the trainer would refuse the model.
 """
 
 import sys

@@ -16,9 +16,9 @@ import pytest
 from experiments.hosts import hosts, scenario
 from experiments.lab.session import ENVIRONMENT, ROOT
 from paxtrain.config import plan as plans
-from paxtrain.data.preparation import prepare
 from paxtrain.profiling.terms import PARTS
 from paxtrain.run import metrics
+from tests import small
 
 pytestmark = [
     pytest.mark.slow,
@@ -76,8 +76,7 @@ def _seconds(out: pathlib.Path) -> list[float]:
 
 @pytest.mark.slow
 def test_planned_for_its_links_a_job_starts_within_two_minutes_and_is_faster_than_in_host_order(tmp_path):
-    (tmp_path / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
-    prepare([str(tmp_path / "corpus.txt")], tmp_path / "data")
+    small.corpus(tmp_path, 40_000)
     with hosts.Cluster(scenario.load("two_racks", HOSTS).rates.tolist()) as cluster:
         first, planned = train(cluster, tmp_path, tmp_path / "auto", "--compute_hosts=1")
         plan = plans.load(tmp_path / "auto" / "plan.json")
@@ -98,8 +97,7 @@ def test_planned_for_its_links_a_job_starts_within_two_minutes_and_is_faster_tha
 
 
 def test_eight_hosts_that_compute_for_real_say_what_was_predicted_beside_what_was_measured(tmp_path):
-    (tmp_path / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
-    prepare([str(tmp_path / "corpus.txt")], tmp_path / "data")
+    small.corpus(tmp_path, 40_000)
     out = tmp_path / "real"
     with hosts.Cluster(scenario.load("two_racks", HOSTS).rates.tolist()) as cluster:
         _, seconds = train(cluster, tmp_path, out, "--config.profile=5:8", program="planner.run")

@@ -20,9 +20,9 @@ import pytest
 from experiments.hosts.hosts import Cluster
 from experiments.hosts.slurm_cluster import HOLD, SILENT, Slurm, why_not
 from paxtrain.config import plan as plans
-from paxtrain.data.preparation import prepare
 from paxtrain.run import metrics
 from paxtrain.run.checkpoint_reading import read_meta
+from tests import small
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"there is no SLURM here: {why_not()}")
 
@@ -79,8 +79,7 @@ class Lab:
 
     def __init__(self, home: pathlib.Path, cluster: Cluster, slurm: Slurm):
         self.home, self.cluster, self.slurm, self.out = home, cluster, slurm, home / "run"
-        (home / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
-        prepare([str(home / "corpus.txt")], home / "data")
+        small.corpus(home, 40_000)
         self.environment = {
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "1",

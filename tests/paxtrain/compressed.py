@@ -5,37 +5,32 @@ import functools
 import jax
 import numpy as np
 
-from paxtrain.config import Config, from_dict
+from paxtrain.config import Config
 from paxtrain.model import transformer
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import probe
 from paxtrain.xla import hlo
-from tests.compress_settings import nested
+from tests import small
+from tests.small import SEQUENCE, trainer
 
 FAST = {"xla_backend_optimization_level": 0}  # half the time to compile; the HLO is the same
-HIDDEN, SEQUENCE, VOCABULARY = 32, 16, 61
+HIDDEN = small.MODEL["hidden"]
 MESSAGE = (2 * SEQUENCE, HIDDEN)
 
 
 def config(
     mesh=(2, 4, 1), micro_batches=4, layers=4, zero1=True, sequence=False, schedule="eager_1f1b", chunks=1, **compress
 ) -> Config:
-    data, pipe, tensor = mesh
-    return from_dict({
-        "model": {"layers": layers, "hidden": HIDDEN, "heads": 4, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
-                  "vocab_multiple": 64, "dtype": "float32"},
-        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
-        "pipeline": {"schedule": schedule, "virtual_stages": chunks, "scan_layers": "on"},
-        "batch": {"global_batch": 2 * micro_batches * data, "micro_batch": 2},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
-        "run": {"steps": 100},
-        "compress": nested(compress),
-    })  # fmt: skip
-
-
-def trainer(c: Config, **kwargs) -> Trainer:
-    return Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]), **kwargs)
+    return small.config(
+        mesh,
+        (2 * micro_batches * mesh[0], 2),
+        model={"layers": layers, "vocab_multiple": 64},
+        mesh={"zero1": zero1, "sequence_parallel": sequence},
+        pipeline={"schedule": schedule, "virtual_stages": chunks, "scan_layers": "on"},
+        optimizer={"learning_rate": 1e-2, "warmup_steps": 1},
+        run={"steps": 100},
+        compress=compress,
+    )
 
 
 def compiled(trained: Trainer) -> jax.stages.Compiled:
@@ -44,15 +39,11 @@ def compiled(trained: Trainer) -> jax.stages.Compiled:
 
 @functools.cache
 def canonical(layers: int = 4) -> transformer.Params:
-    """Return large random parameters, so that nothing hides behind zeros."""
-    params = transformer.init(config((1, 1, 1), layers=layers).model, jax.random.key(0))
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    return small.canonical(config((1, 1, 1), layers=layers).model)
 
 
 def batch(trained: Trainer) -> jax.Array:
-    shape = trained.abstract_batch().shape
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, shape, dtype=np.int32)
-    return jax.device_put(tokens, trained.batch_sharding)
+    return jax.device_put(small.tokens(trained.config), trained.batch_sharding)
 
 
 @functools.cache

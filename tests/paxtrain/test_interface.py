@@ -17,8 +17,9 @@ import pytest
 import paxtrain
 from paxtrain.config import to_dict
 from paxtrain.run import metrics
-from tests.paxtrain.training import configuration, corpus, expected_batches
+from tests.paxtrain.training import configuration, expected_batches
 from tests.processes import run_processes
+from tests.small import corpus
 from tests.sources import ROOT
 
 STEPS = 3

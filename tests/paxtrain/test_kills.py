@@ -19,7 +19,8 @@ import pytest
 from paxtrain.run import checkpoint_reading, metrics, sampling
 from planner.run import FINISHED
 from tests.paxtrain.dying import ROOT, DyingRuns
-from tests.paxtrain.training import corpus, curve
+from tests.paxtrain.training import curve
+from tests.small import corpus
 
 pytestmark = pytest.mark.slow
 MOST = int(os.environ.get("PAXTRAIN_KILLS", "1000000"))

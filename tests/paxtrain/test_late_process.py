@@ -9,8 +9,9 @@ import os
 import pytest
 
 from paxtrain.config import to_dict
-from tests.paxtrain.training import configuration, corpus
+from tests.paxtrain.training import configuration
 from tests.processes import run_processes
+from tests.small import corpus
 
 LATE = """
 import json, time

@@ -30,15 +30,14 @@ from tests.paxtrain.training import (
     EVERY,
     STEPS,
     configuration,
-    corpus,
     curve,
     expected_batches,
     losses,
-    mesh_of,
     same_bits,
     settings,
     started,
 )
+from tests.small import corpus, mesh_of
 
 pytestmark = pytest.mark.usefixtures("quiet_orbax")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -213,7 +212,9 @@ def test_the_command_to_go_on_goes_on(home, tmp_path, capsys):
     changes = {"run__steps": 2, "run__sample_tokens": 0, "optimizer__warmup_steps": 0}
     started(configuration(home, tmp_path / "a run", **changes)).train()
     [command] = re.findall(r"to go on +python (.*)\n", capsys.readouterr().out)
-    done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0 and "resumed from step 2, 16 samples consumed" in done.stdout, done.stderr
     assert "settings have changed: run.steps was 2 and is 4; " in done.stdout
     assert final_state(configuration(home, tmp_path / "a run"))[1]["step"] == 4

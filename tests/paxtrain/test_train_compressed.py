@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 
 from paxtrain.config import from_dict
-from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
 from paxtrain.parallel import stage_choice
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
 from paxtrain.run.run import Run
 from paxtrain.xla import hlo
+from tests import small
 from tests.compress.topk import TopK
 from tests.paxtrain import training
 from tests.paxtrain.training import losses, past
@@ -42,10 +41,7 @@ NOTHING = {"compress__backward_messages": "none", "compress__data_stages": "none
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    path = tmp_path_factory.mktemp("compressed")
-    (path / "corpus.txt").write_text(" ".join(map(str, range(4_000))))
-    prepare([str(path / "corpus.txt")], path / "data")
-    return path
+    return small.corpus(tmp_path_factory.mktemp("compressed"), 4_000)
 
 
 def finished(home, out, codec=None, **changes) -> tuple[Run, dict]:
@@ -277,7 +273,7 @@ def test_measured_times_are_of_one_stage_at_a_time(home):
     """No collective outside the loop that only the chosen stage enters; and the rows that each stage waits for."""
     values = {"mesh": {"data": 2, "pipe": 2}, "model": {"layers": 2, "hidden": 32, "heads": 2, "dtype": "float32"}}
     c = from_dict(values | {"compress": {"data": {"stages": "all", "rank": 4}}})
-    trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:4]))
+    trainer = small.trainer(c)
     assert stage_choice.finish_rows(trainer) == (trainer.schedule.rows, trainer.schedule.rows - 1)
     late = from_dict(values | {"pipeline": {"schedule": "zb_h1"}, "compress": {"data": {"stages": "all", "rank": 4}}})
     split = Trainer(late, trainer.mesh)  # gradients of weights come last, on all stages

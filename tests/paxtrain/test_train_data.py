@@ -12,15 +12,15 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import from_dict
 from paxtrain.data import token_files
 from paxtrain.data.datasets import DataSets
 from paxtrain.data.preparation import PrepareOptions, prepare
 from paxtrain.errors import UserError
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.run import metrics, sampling
+from paxtrain.run import sampling
 from paxtrain.run.checkpoint import Checkpoints
 from paxtrain.run.run import Run
+from tests import small
+from tests.paxtrain.training import curve
 
 STEPS, EVERY, BATCH, SEQUENCE = 12, 6, 8, 32
 
@@ -41,28 +41,16 @@ def sets(home, kind):
 
 
 def configuration(home, out, **sections):
-    values = {
-        "model": {
-            "vocab_size": 257,
-            "layers": 2,
-            "hidden": 32,
-            "heads": 4,
-            "sequence": SEQUENCE,
-            "dtype": "float32",
-            "separator": 256,
-        },
-        "mesh": {"data": 2, "pipe": 2, "tensor": 1},
+    base = {
+        "model": small.MODEL | {"vocab_size": 257, "layers": 2, "sequence": SEQUENCE, "separator": 256},
+        "mesh": {"data": 2, "pipe": 2},
         "batch": {"global_batch": BATCH, "micro_batch": 2},
         "optimizer": {"warmup_steps": 2, "learning_rate": 3e-3},
         "checkpoint": {"every": EVERY, "keep": 2},
-        "data": {
-            "train": sets(home, "train"),
-            "weights": "web=0.7,code=0.3",
-            "validation": sets(home, "validation"),
-        },
+        "data": {"train": sets(home, "train"), "weights": "web=0.7,code=0.3", "validation": sets(home, "validation")},
         "run": {"steps": STEPS, "eval_every": EVERY, "eval_batches": 2, "sample_tokens": 0, "out": str(out)},
     }
-    return from_dict({name: {**values.get(name, {}), **sections.get(name, {})} for name in {*values, *sections}})
+    return small.merged(base, sections)
 
 
 class Recorded(Run):
@@ -86,13 +74,7 @@ class Recorded(Run):
 
 
 def started(config):
-    return Recorded(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]))
-
-
-def curve(out):
-    times = ("step_seconds", "tokens_per_second")
-    records = metrics.read(pathlib.Path(out) / metrics.FILE)
-    return [{name: value for name, value in record.items() if name not in times} for record in records]
+    return Recorded(config, small.mesh_of(config))
 
 
 def checkpoints(config):

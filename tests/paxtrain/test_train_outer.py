@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
 from paxtrain.run import metrics, sampling
+from tests import small
 from tests.paxtrain import training
 from tests.paxtrain.training import losses, past
 
@@ -19,10 +19,7 @@ STEPS, EVERY = 12, 4
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    path = tmp_path_factory.mktemp("outer")
-    (path / "corpus.txt").write_text(" ".join(map(str, range(4_000))))
-    prepare([str(path / "corpus.txt")], path / "data")
-    return path
+    return small.corpus(tmp_path_factory.mktemp("outer"), 4_000)
 
 
 def finished(home, out, **changes):

@@ -9,11 +9,10 @@ import numpy as np
 
 from paxtrain.config import Config, from_dict
 from paxtrain.data import token_files
-from paxtrain.data.preparation import prepare
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.run import metrics
 from paxtrain.run.run import Run
 from tests.compress_settings import nested
+from tests.small import mesh_of
 
 STEPS, EVERY = 60, 10
 SETTINGS = {
@@ -42,21 +41,10 @@ SETTINGS = {
 }
 
 
-def corpus(path):
-    """Prepare the data in a folder, and return the folder."""
-    (path / "corpus.txt").write_text(" ".join(map(str, range(16_000))))
-    prepare([str(path / "corpus.txt")], path / "data")
-    return path
-
-
 def settings(home, out, **changes):
     paths = {"data.train": home / "data/train", "data.validation": home / "data/validation", "run.out": out}
     changes = {name.replace("__", "."): value for name, value in changes.items()}
     return SETTINGS | {name: str(value) for name, value in paths.items()} | changes
-
-
-def mesh_of(config: Config) -> jax.sharding.Mesh:
-    return make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices])
 
 
 def started(config: Config) -> Run:

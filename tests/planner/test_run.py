@@ -12,14 +12,13 @@ import pytest
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
 from paxtrain.config import plan as plans
-from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
 from paxtrain.run import metrics
 from planner import run
 from planner.fit import trials
 from planner.start import run_record
 from planner.start.environment import FILE
-from tests import mains
+from tests import mains, small
 from tests.planner.ports import free_ports
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -64,8 +63,7 @@ training.Run = Run
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory) -> list[str]:
     home = tmp_path_factory.mktemp("data")
-    (home / "corpus.txt").write_text(" ".join(map(str, range(5000))))
-    prepare([str(home / "corpus.txt")], home / "data")
+    small.corpus(home, 5000)
     data = {f"data.{name}": home / "data" / name for name in ("train", "validation")}
     return ["--config=" + str(ROOT / "configs/tiny.py")] + [
         f"--config.{name}={value}" for name, value in {**SETTINGS, **data}.items()

@@ -6,19 +6,16 @@ import multiprocessing
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from paxtrain.xla import aot
 from paxtrain.xla.module import HloModule
+from tests import programs
 
 
 def gpu(kind):
     """Return the mesh of one GPU that is not there."""
-    try:
-        return Mesh(np.array(aot.devices(kind, hosts=1, per_host=1)), ("data",))
-    except aot.Unavailable as reason:
-        pytest.skip(str(reason))
+    return Mesh(np.array(programs.gpus(kind)), ("data",))
 
 
 def compiled(mesh, function, *shapes, donate=()):
@@ -35,7 +32,7 @@ def kernel_calls(program) -> int:
 
 def launches(program) -> int:
     """Return the number of kernels, library calls and copies that one execution launches."""
-    module = HloModule(program.as_text(), 1)
+    module = HloModule(program.as_text())
     free = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
     return sum(n for name, n, op in module.executed() if name not in module.fused and op.opcode not in free)
 

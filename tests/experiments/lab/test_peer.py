@@ -6,7 +6,7 @@ import pytest
 from experiments.hosts import hosts
 from experiments.lab.laboratory import Lab
 from experiments.lab.measuring import peer
-from paxtrain.data.preparation import prepare
+from tests import small
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
 SIZES = {"global_batch": 16, "layers": 2, "hidden": 32, "sequence": 16}
@@ -17,8 +17,7 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("peer")
-    (folder / "corpus.txt").write_text(" ".join(map(str, range(16_000))))
-    prepare([str(folder / "corpus.txt")], folder / "data")
+    small.corpus(folder)
     lab = Lab(folder / "lab", str(folder / "data"))
     with peer.Both.up(lab, KINDS, peer.ENVIRONMENT.python, STEPS) as both:
         yield both

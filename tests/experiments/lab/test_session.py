@@ -10,9 +10,7 @@ from experiments.lab.models import Split
 from experiments.lab.session import Session, SessionError
 from paxtrain.config import from_dict
 from paxtrain.data import token_files
-from paxtrain.data.preparation import prepare
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
+from tests import small
 
 SPLIT = Split((1, 2, 1), global_batch=8, layers=2)
 STEPS = 3
@@ -20,10 +18,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "corpus.txt").write_text(" ".join(map(str, range(16_000))))
-    prepare([str(folder / "corpus.txt")], folder / "data")
-    return str(folder / "data")
+    return str(small.corpus(tmp_path_factory.mktemp("text")) / "data")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def loaded(session, text):
 def alone(text):
     """Return the losses of the same steps in one process."""
     config = from_dict(SPLIT.values(text))
-    trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:2]))
+    trainer = small.trainer(config)
     file = token_files.load(config.data.train, vocab_size=config.model.vocab_size, sequence=config.model.sequence)
     size = config.batch.global_batch
     batches = token_files.batches(

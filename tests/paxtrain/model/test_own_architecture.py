@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import paxtrain
-from paxtrain.config import ModelConfig, from_dict
+from paxtrain.config import ModelConfig
 from paxtrain.config.axes import UNSPLIT, layer_sizes
 from paxtrain.config.model import FAMILIES, Family
 from paxtrain.errors import UserError
@@ -17,12 +17,11 @@ from paxtrain.huggingface import architectures
 from paxtrain.huggingface.exporting import export
 from paxtrain.model import parameters, transformer
 from paxtrain.model import tensor_parallel as tp
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.optimizer import decay_mask
-from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics, sampling
 from paxtrain.testing import check_model
 from paxtrain.testing.layers import random_params
+from tests import small
 from tests.paxtrain import training
 from tests.paxtrain.model.parallel_block import ParallelBlock
 from tests.sources import ROOT
@@ -31,18 +30,12 @@ HERE = pathlib.Path(__file__).parent
 BLOCK, RECURRENCE = "tests.paxtrain.model.parallel_block:ParallelBlock", "tests.paxtrain.model.recurrence:Recurrence"
 BAD, SCALED = "tests.paxtrain.model.bad_models:", "tests.paxtrain.model.scaled:Scaled"
 ROUTED, MIXED = "tests.paxtrain.model.routed:Routed", "tests.paxtrain.model.mixed:Mixed"
-SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "sequence": 16, "vocab_size": 61}
+SHAPE = {"kv_heads": 2, "intermediate": 48}
 
 
 def config(module=BLOCK, mesh=None, **pipeline):
-    return from_dict(
-        {
-            "model": {**SHAPE, "dtype": "float32", "vocab_multiple": 64, "module": module},
-            "mesh": mesh or {},
-            "batch": {"global_batch": 8, "micro_batch": 1},
-            "pipeline": pipeline,
-        }
-    )
+    model = {**SHAPE, "vocab_multiple": 64, "module": module}
+    return small.config(model=model, mesh=mesh or {}, pipeline=pipeline)
 
 
 def test_its_parameters_are_those_of_its_table():
@@ -129,7 +122,7 @@ def test_a_class_that_cannot_be_imported_is_refused(module, words, tmp_path, mon
 def test_a_layer_that_cannot_be_trained_is_refused_before_anything_runs(module, tensor, words):
     c = config(BAD + module, mesh={"tensor": tensor})
     with pytest.raises(UserError, match=words):
-        Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:tensor]))
+        small.trainer(c)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +233,7 @@ def test_what_only_the_families_have_says_so(monkeypatch):
 
 @pytest.mark.slow
 def test_it_trains_continues_and_samples_by_name(tmp_path):
-    home = training.corpus(tmp_path)
+    home = small.corpus(tmp_path)
     short = {
         "run.steps": 2,
         "model.layers": 2,

@@ -7,7 +7,7 @@ import pytest
 
 from paxtrain.model import transformer
 from paxtrain.model.fragments import fragment_layers, layer_fragments
-from tests.paxtrain.outer.test_fragments import INTERLEAVED, MODEL, emulated
+from tests.paxtrain.outer.test_fragments import INTERLEAVED, emulated
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_stages_send_the_layers_of_the_arrays_that_they_exchange(fragments, mesh
 @pytest.mark.parametrize("vocabulary", [1, 61, 640, 4096])
 def test_no_layer_could_go_to_a_fragment_with_fewer_weights(family, vocabulary):
     """Weights are counted from the arrays, with the rows that pad the vocabulary."""
-    config = emulated(3, model={"layers": 11, **MODEL, **family, "vocab_size": vocabulary}).config
+    config = emulated(3, model={"layers": 11, **family, "vocab_size": vocabulary, "vocab_multiple": 64}).config
     model = config.model
     sizes = {
         name: sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) for name, tree in transformer.shapes(model).items()

@@ -8,25 +8,20 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from paxtrain.config import from_dict
 from paxtrain.config.axes import AXES
 from paxtrain.outer.fragments import Fragments
 from paxtrain.outer.trainer import GROUP, GroupedTrainer
-
-MODEL = {"hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "vocab_multiple": 64, "dtype": "float32"}
+from tests import small
 
 
 def emulated(fragments, mesh=(2, 1, 1), layers=4, groups=2, **sections) -> GroupedTrainer:
     """Return the trainer of a configuration on one device, on which it compiles nothing."""
-    data, pipe, tensor = mesh
-    c = from_dict({
-        "model": {"layers": layers, **MODEL},
-        "mesh": {"data": data, "pipe": pipe, "tensor": tensor},
-        "batch": {"global_batch": 4 * data, "micro_batch": 1},
+    changes = {
+        "model": {"layers": layers, "vocab_multiple": 64},
         "outer": {"every": 5 * fragments, "groups": groups, "fragments": fragments},
         "run": {"steps": 50 * fragments},
-        **sections,
-    })  # fmt: skip
+    }
+    c = small.config(mesh, (4 * mesh[0], 1), **(changes | sections))
     one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), (GROUP, *AXES))
     return GroupedTrainer(c.of_group(), one, groups=groups, virtual=True)
 
@@ -79,8 +74,7 @@ def test_what_is_put_is_what_was_taken():
 def test_layers_stride_over_fragments_and_the_tables_are_in_the_first():
     assert Fragments(emulated(3, layers=7).layout).of_layer == (1, 2, 0, 1, 2, 0, 1)  # tables of a fifth of a layer
     assert Fragments(emulated(2, layers=2, mesh=(2, 2, 1)).layout).of_layer == (1, 0)
-    large = {"vocab_size": 3 * 12 * 32, "hidden": 32, **{k: MODEL[k] for k in ("heads", "sequence", "dtype")}}
-    made = emulated(3, model={"layers": 9, **large})  # tables of three layers
+    made = emulated(3, model={"layers": 9, "vocab_size": 3 * 12 * 32})  # tables of three layers
     assert Fragments(made.layout).of_layer == (1, 2, 1, 2, 1, 2, 0, 1, 2)
 
 

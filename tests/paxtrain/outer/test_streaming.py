@@ -14,8 +14,9 @@ from paxtrain.outer.trainer import GROUP, on_host, trainer_of
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.profiling.breakdown import axes
 from paxtrain.xla import aot, hlo
-from tests.compress_settings import nested
-from tests.paxtrain.compressed import FAST, VOCABULARY, assert_close
+from tests import small
+from tests.paxtrain.compressed import FAST, assert_close
+from tests.programs import gpus
 
 pytestmark = pytest.mark.once
 GROUPS, BATCH, RATE = 2, 4, 0.1
@@ -24,44 +25,36 @@ OF_LAYER = (1, 0, 1)  # fragment of each layer of the model below, which has sma
 
 def config(every, fragments=1, compress=None, steps=100, **outer) -> Config:
     """Return a model of 3 layers on stages of 2 and of 1 layer, and groups of one data rank."""
-    return from_dict({
-        "model": {"layers": 3, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": VOCABULARY, "dtype": "float32",
-                  "vocab_multiple": 64},
-        "mesh": {"data": GROUPS, "pipe": 2},
-        "batch": {"global_batch": GROUPS * BATCH, "micro_batch": 2},
-        "optimizer": {"name": "sgd", "learning_rate": RATE, "warmup_steps": 0, "schedule": "constant",
-                      "weight_decay": 0.0, "clip_norm": 0.0},
-        "outer": {"every": every, "fragments": fragments} | outer,
-        "compress": nested(compress or {}),
-        "run": {"steps": steps},
-    })  # fmt: skip
-
-
-def trainer(c: Config):
-    return trainer_of(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
+    sgd = {"name": "sgd", "learning_rate": RATE, "schedule": "constant"}
+    return small.config(
+        (GROUPS, 2),
+        (GROUPS * BATCH, 2),
+        model={"layers": 3, "vocab_multiple": 64},
+        optimizer=sgd | {"warmup_steps": 0, "weight_decay": 0.0, "clip_norm": 0.0},
+        outer={"every": every, "fragments": fragments} | outer,
+        compress=compress or {},
+        run={"steps": steps},
+    )
 
 
 @functools.cache
 def start():
-    c = config(1)
-    found = transformer.init(c.model, jax.random.key(0))
-    return jax.tree.map(lambda x: np.asarray(x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)), found)
+    return jax.device_get(small.canonical(config(1).model))
 
 
-@functools.cache
 def tokens(steps):
-    return np.random.default_rng(0).integers(0, VOCABULARY, (steps, GROUPS * BATCH, 17), dtype=np.int32)
+    return small.tokens(config(1), (steps,))
 
 
 @functools.cache
 def compiled(c: Config, fragment=None):
-    made = dataclasses.replace(trainer(c), fragment=fragment)
+    made = small.trainer(c, fragment=fragment)
     return made.step.lower(made.abstract_state(), made.abstract_batch()).compile(FAST)
 
 
 def trained(c: Config):
     """Return the trainer, the state after the configuration's steps, and the loss of each."""
-    made, table = trainer(c), Timetable(c.outer, c.run.steps)
+    made, table = small.trainer(c), Timetable(c.outer, c.run.steps)
     state, losses = made.from_params(start()), []
     for number, batch in enumerate(tokens(c.run.steps), 1):
         state, metrics = compiled(c, table.under(number))(state, jax.device_put(batch, made.batch_sharding))
@@ -155,7 +148,7 @@ def test_all_fragments_at_once_are_diloco_bit_for_bit():
     """With an outer step in which nothing is rounded twice, since XLA fuses other ones in other ways."""
     plain = {"every": 4, "lr": 1.0, "momentum": 0.0}
     c = config(fragments=2, **plain)
-    whole, parts = trainer(config(**plain)), trainer(c)
+    whole, parts = small.trainer(config(**plain)), small.trainer(c)
     state, _ = compiled(c)(parts.from_params(start()), jax.device_put(tokens(1)[0], parts.batch_sharding))
     copy = jax.tree.map(lambda x: x + 0, state)
     mine, right = parts.exchanged(parts.exchanged(state, 0), 1), whole.exchanged(copy)
@@ -177,8 +170,8 @@ def sent_to_groups(text, made):
 
 @pytest.mark.parametrize("compress", [{}, {"outer_codec": "int8", "outer_options": {"block": 32}, "min_ratio": 0.0}])
 def test_an_exchange_sends_the_bytes_of_its_fragment(compress):
-    made = trainer(config(every=4, fragments=2, compress=compress))
-    whole = trainer(config(every=4, compress=compress))
+    made = small.trainer(config(every=4, fragments=2, compress=compress))
+    whole = small.trainer(config(every=4, compress=compress))
     for fragment in (0, 1):
         function = jax.jit(
             functools.partial(made._exchanged, fragment=fragment),
@@ -193,7 +186,7 @@ def test_an_exchange_sends_the_bytes_of_its_fragment(compress):
 
 def test_only_a_step_over_an_exchange_crosses_groups():
     c = config(**CASES[1])
-    made = trainer(c)
+    made = small.trainer(c)
     assert sent_to_groups(compiled(c).as_text(), made) == 0
     for fragment in (0, 1):
         assert sent_to_groups(compiled(c, fragment).as_text(), made) == made.exchange.sent(fragment)
@@ -207,12 +200,7 @@ def test_gpus_compute_while_a_fragment_travels():
     values["batch"] = {"global_batch": 32, "micro_batch": 2}
     values["outer"] |= {"groups": GROUPS}
     c = from_dict(values)
-    jax.devices()  # as in a process that already computes on the CPU
-    try:
-        devices = aot.devices("h100", hosts=2, per_host=4)
-    except aot.Unavailable as reason:
-        pytest.skip(str(reason))
-    made = dataclasses.replace(trainer_of(c, make_mesh(c.mesh, devices=devices)), fragment=1)
+    made = dataclasses.replace(trainer_of(c, make_mesh(c.mesh, devices=gpus("h100", 2, 4))), fragment=1)
     lowered = made.step.lower(made.abstract_state(), made.abstract_batch())
     text = aot.compile(lowered, made.compiler_options).as_text()
     found = [op for op in hlo.collectives(text) if op.kind == "all-reduce" and GROUP in axes(op.groups, made.mesh)]

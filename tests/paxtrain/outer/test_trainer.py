@@ -9,14 +9,13 @@ import pytest
 
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.errors import UserError
-from paxtrain.model import transformer
-from paxtrain.outer.trainer import GROUP, on_host, trainer_of
+from paxtrain.outer.trainer import GROUP, on_host
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.profiling.breakdown import axes
 from paxtrain.xla import hlo
-from tests.compress_settings import nested
-from tests.paxtrain.compressed import FAST, VOCABULARY, assert_close
+from tests import small
+from tests.paxtrain.compressed import FAST, assert_close
 
 pytestmark = pytest.mark.once
 EVERY, ROUNDS = 2, 2
@@ -25,45 +24,33 @@ EVERY, ROUNDS = 2, 2
 def config(
     mesh=(4, 2, 1), groups=2, zero1=True, optimizer=None, compress=None, dropout=0.0, micro_batches=1, **outer
 ) -> Config:
-    data, pipe, tensor = mesh
-    return from_dict({
-        "model": {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": VOCABULARY, "dtype": "float32",
-                  "vocab_multiple": 64, "embedding_dropout": dropout},
-        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1},
-        "pipeline": {"scan_layers": "on"},
-        "batch": {"global_batch": 2 * micro_batches * data, "micro_batch": 2},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1} | (optimizer or {}),
-        "outer": {"every": EVERY, "groups": groups} | outer if groups else {},
-        "run": {"steps": 100},
-        "compress": nested(compress or {}),
-    })  # fmt: skip
-
-
-def trainer(c: Config, virtual=False) -> Trainer:
-    made = trainer_of(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
-    return dataclasses.replace(made, virtual=virtual)
+    return small.config(
+        mesh,
+        (2 * micro_batches * mesh[0], 2),
+        model={"layers": 2, "vocab_multiple": 64, "embedding_dropout": dropout},
+        mesh={"zero1": zero1},
+        pipeline={"scan_layers": "on"},
+        optimizer={"learning_rate": 1e-2, "warmup_steps": 1} | (optimizer or {}),
+        outer={"every": EVERY, "groups": groups} | outer if groups else {},
+        run={"steps": 100},
+        compress=compress or {},
+    )
 
 
 def batches(count: int, size: int) -> list[np.ndarray]:
     """Return the same global batches for every trainer."""
     rng = np.random.default_rng(0)
-    return [rng.integers(0, VOCABULARY, (size, 17), dtype=np.int32) for _ in range(count)]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _params(model):
-    found = transformer.init(model, jax.random.key(0))
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), found)
+    return [rng.integers(0, small.VOCABULARY, (size, 17), dtype=np.int32) for _ in range(count)]
 
 
 def params(c: Config):
-    return _params(dataclasses.replace(c.model, embedding_dropout=0.0))
+    return small.canonical(dataclasses.replace(c.model, embedding_dropout=0.0))
 
 
 @functools.cache
 def compiled(c: Config):
     """Return the trainer of a configuration and its compiled step."""
-    made = trainer(c)
+    made = small.trainer(c)
     return made, made.step.lower(made.abstract_state(), made.abstract_batch()).compile(FAST)
 
 
@@ -207,9 +194,7 @@ def test_the_virtual_mesh_agrees():
     c = config(optimizer=SGD, compress={"outer_codec": "identity", "min_ratio": 0.0})
     tokens = batches(EVERY, c.batch.global_batch)
     made, state, figures = trained(c, tokens)
-    emulated = dataclasses.replace(
-        trainer_of(c, make_mesh(c.mesh, devices=jax.devices()[:8])), mesh=one_device(made.mesh), virtual=True
-    )
+    emulated = small.trainer(c, mesh=one_device(made.mesh), virtual=True)
     mine = emulated.from_params(params(c))
     for batch, right in zip(tokens, figures):
         mine, metrics = emulated.step(mine, batch)

@@ -21,14 +21,11 @@ from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.step import Trainer
 from paxtrain.xla import aot, hlo
 from tests.compress_settings import compression
+from tests.programs import gpus
 
 
 def trainer(config: Config, kind: str = "h100") -> Trainer:
-    jax.devices()  # as in a process that already computes on the CPU
-    try:
-        devices = aot.devices(kind, hosts=math.ceil(config.mesh.devices / 8), per_host=min(8, config.mesh.devices))
-    except aot.Unavailable as reason:
-        pytest.skip(str(reason))
+    devices = gpus(kind, hosts=math.ceil(config.mesh.devices / 8), per_host=min(8, config.mesh.devices))
     return Trainer(config, make_mesh(config.mesh, devices=devices))
 
 

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 import compress
-from paxtrain.config import SPLIT_SAVES, PipelineConfig, from_dict
+from paxtrain.config import SPLIT_SAVES, PipelineConfig
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model import transformer
 from paxtrain.parallel import gradients
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.schedule.schedules import SPECS, names
 from paxtrain.xla import hlo
+from tests import small
+from tests.small import SEQUENCE, VOCABULARY, trainer
 
-LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 4, 32, 8, 16, 61
+LAYERS, HIDDEN, HEADS = 4, 32, 8
 TOLERANCE = 1e-5
 LLAMA = {"family": "llama", "kv_heads": 4, "intermediate": 48}
 SHAPES = {
@@ -44,29 +45,16 @@ def config(
     **pipeline,
 ):
     """Return a configuration whose stages do what they do on GPUs while they have no op, if nothing else is said."""
-    data, pipe, tensor = mesh
     if SPECS[pipeline.get("schedule", "eager_1f1b")].masked:
         pipeline.setdefault("idle", "compute")
     pipeline.setdefault("scan_layers", "on")  # a smaller program, sooner compiled
-    return from_dict(
-        {
-            "model": {
-                "layers": layers,
-                "hidden": HIDDEN,
-                "heads": HEADS,
-                "sequence": SEQUENCE,
-                "vocab_size": VOCABULARY,
-                "vocab_multiple": 64,
-                "dtype": "float32",
-                "embedding_dropout": dropout,
-                "residual_dropout": dropout,
-                "separator": separator,
-                **SHAPES[shape],
-            },
-            "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
-            "pipeline": pipeline,
-            "batch": {"global_batch": global_batch, "micro_batch": 2 if data < 8 else 1},
-        }
+    model = {"layers": layers, "heads": HEADS, "vocab_multiple": 64, "separator": separator}
+    return small.config(
+        mesh,
+        (global_batch, 2 if mesh[0] < 8 else 1),
+        model={**model, "embedding_dropout": dropout, "residual_dropout": dropout, **SHAPES[shape]},
+        mesh={"zero1": zero1, "sequence_parallel": sequence},
+        pipeline=pipeline,
     )
 
 
@@ -82,8 +70,7 @@ class Reference(NamedTuple):
 def reference(global_batch: int, dropout: float, layers: int, shape: str = "gpt2", separator: int = -1) -> Reference:
     """Return the plain model's loss and gradients. Parameters are large and random, so that zeros hide no error."""
     c = config((1, 1, 1), global_batch, dropout, layers, shape=shape, separator=separator).model
-    params = transformer.init(c, jax.random.key(0))
-    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    params = small.canonical(c)
     tokens = jax.random.randint(jax.random.key(1), (global_batch, SEQUENCE + 1), 0, VOCABULARY)
     if separator >= 0:
         tokens = jnp.where(jax.random.bernoulli(jax.random.key(2), 0.2, tokens.shape), separator, tokens)
@@ -91,10 +78,6 @@ def reference(global_batch: int, dropout: float, layers: int, shape: str = "gpt2
     drop = transformer.Dropout(key, jnp.arange(global_batch)) if dropout else None
     loss, grads = jax.jit(jax.value_and_grad(lambda p: transformer.loss(p, tokens, c, drop)))(params)
     return Reference(params, tokens, key, float(loss), jax.device_get(grads))
-
-
-def trainer(c, **kwargs):
-    return Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]), **kwargs)
 
 
 def errors(trained: Trainer, ref: Reference) -> dict[str, float]:

@@ -8,16 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from paxtrain.config import CheckpointConfig, from_dict
+from paxtrain.config import CheckpointConfig
 from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
 from paxtrain.parallel.layout import names
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.muon import is_matrix, route
 from paxtrain.parallel.optimizer import make_optimizer
-from paxtrain.parallel.step import Trainer
 from paxtrain.run.checkpoint import Checkpoints
 from paxtrain.xla import hlo
+from tests import small
 
 RATE, DECAY, MOMENTUM, STEPS = 0.01, 0.3, 0.9, 5
 LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 24, "tied_head": False}
@@ -29,39 +28,16 @@ KERNELS = {
 
 
 def config(mesh=(1, 1, 1), layers=3, name="muon", zero1=True, shape=None, **sections):
-    pipeline = {"schedule": "1f1b"} | sections.pop("pipeline", {})
-    optimizer = {
-        "name": name,
-        "learning_rate": RATE,
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "clip_norm": 0.0,
-        "weight_decay": DECAY,
-        "muon_momentum": MOMENTUM,
-        "muon_steps": STEPS,
-    }
-    return from_dict(
-        {
-            "model": {
-                "layers": layers,
-                "hidden": 16,
-                "heads": 4,
-                "sequence": 8,
-                "vocab_size": 31,
-                "vocab_multiple": 32,
-                "dtype": "float32",
-            }
-            | (shape or {}),
-            "mesh": dict(zip(("data", "pipe", "tensor"), mesh)) | {"zero1": zero1},
-            "pipeline": pipeline,
-            "batch": {"global_batch": 16, "micro_batch": 2},
-            "optimizer": optimizer | sections.pop("optimizer", {}),
-        }
+    optimizer = {"name": name, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0, "clip_norm": 0.0}
+    optimizer |= {"weight_decay": DECAY, "muon_momentum": MOMENTUM, "muon_steps": STEPS}
+    return small.config(
+        mesh,
+        (16, 2),
+        model={"layers": layers, "hidden": 16, "sequence": 8, "vocab_size": 31, "vocab_multiple": 32, **(shape or {})},
+        mesh={"zero1": zero1},
+        pipeline={"schedule": "1f1b"} | sections.get("pipeline", {}),
+        optimizer=optimizer | sections.get("optimizer", {}),
     )
-
-
-def trainer(settings):
-    return Trainer(settings, make_mesh(settings.mesh, devices=jax.devices()[: settings.mesh.devices]))
 
 
 def drawn(architecture, seed):
@@ -203,7 +179,7 @@ def one_device(architecture):
 @functools.cache
 def updated(name):
     """Return the trainer, its compiled update, and its state after the same two updates."""
-    trained = trainer(MESHES[name])
+    trained = small.trainer(MESHES[name])
 
     def update(state, loss, grads):
         return trained.update(state, loss, grads, state.codec)
@@ -243,7 +219,7 @@ def test_updates_on_a_mesh_are_those_of_one_device_and_padding_stays_zero(name):
 
 
 def test_momenta_are_split_by_rows_as_far_as_they_divide():
-    specs = {name: route(trainer(c).layout)[-1]["layers"] for name, c in MESHES.items()}
+    specs = {name: route(small.trainer(c).layout)[-1]["layers"] for name, c in MESHES.items()}
     assert {name: tuple(spec.get("up", spec.get("gate_up"))["kernel"]) for name, spec in specs.items()} == {
         "all of a stage's matrices dealt out": (("pipe", "data", "tensor"), None, None),
         "uneven stages": (("pipe", "data"), None, "tensor"),
@@ -258,7 +234,7 @@ def test_momenta_are_split_by_rows_as_far_as_they_divide():
         for kernel in KERNELS[MESHES[name].model.family]:
             x = state.optimizer.inner_states["muon"].inner_state[1].trace["layers"][kernel]["kernel"]
             assert x.sharding.spec == specs[name][kernel]["kernel"]
-        assert specs[name]["ln1"] == trainer(MESHES[name]).layout.specs()["layers"]["ln1"]
+        assert specs[name]["ln1"] == small.trainer(MESHES[name]).layout.specs()["layers"]["ln1"]
 
 
 def sent(name):
@@ -305,6 +281,6 @@ def test_checkpoints_go_from_mesh_to_mesh_bit_by_bit_and_not_to_adamw(tmp_path):
     found, expected = (jax.device_get(update(s, jnp.float32(1), grads)[0].params) for s in (moved, same))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), found, expected)
 
-    adamw = trainer(config(name="adamw"))
+    adamw = small.trainer(config(name="adamw"))
     with pytest.raises(UserError, match=r"checkpoint 2 in .* holds other arrays: optimizer/.* is absent there"):
         Checkpoints(tmp_path, CheckpointConfig()).restore(adamw.abstract_canonical(), architecture)

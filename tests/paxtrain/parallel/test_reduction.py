@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from paxtrain.config import from_dict
 from paxtrain.parallel import gradients
 from paxtrain.parallel.layout import Layout
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.reduction import DataReduction
-from paxtrain.parallel.step import Trainer
+from tests import small
 from tests.paxtrain.parallel.test_gradients import config, errors, reference
 
 DATA = 4
@@ -22,9 +20,7 @@ EPSILON = {"bfloat16": 2.0**-8, "float32": 2.0**-23}
 
 
 def layout(reduce_dtype: str) -> Layout:
-    model = {"layers": 1, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "dtype": "float32"}
-    mesh = {"data": DATA, "reduce_dtype": reduce_dtype}
-    return Layout(from_dict({"model": model, "mesh": mesh, "batch": {"global_batch": 8, "micro_batch": 1}}))
+    return Layout(small.config((DATA,), model={"layers": 1}, mesh={"reduce_dtype": reduce_dtype}))
 
 
 @functools.cache
@@ -63,16 +59,12 @@ def test_a_narrower_dtype_is_used():
         assert np.abs(found - exact).max() > 2.0**-12
 
 
-def trained(c) -> Trainer:
-    return Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
-
-
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients_in_bfloat16_are_within_its_precision_on_all_stages(zero1):
     """The embedding's, which two stages add up in float32, and every layer's, reduced in the last op or behind it."""
     c = config((2, 2, 1), 4, zero1=zero1)
     c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, reduce_dtype="bfloat16"))
-    found = errors(trained(c), reference(4, 0.0, 4))
+    found = errors(small.trainer(c), reference(4, 0.0, 4))
     arrays = {name: error for name, error in found.items() if name not in ("loss", "norm")}
     assert found["loss"] < 1e-5
     assert max(arrays.values()) < 2 * EPSILON["bfloat16"]
@@ -85,5 +77,5 @@ def test_gradients_in_bfloat16_are_within_its_precision_on_all_stages(zero1):
 )
 def test_reducing_behind_the_rows_gives_the_same_gradients(monkeypatch, zero1, schedule):
     monkeypatch.setattr(DataReduction, "closes", lambda self, stages: False)
-    found = errors(trained(config((2, 3, 1), 8, layers=3, zero1=zero1, schedule=schedule)), reference(8, 0.0, 3))
+    found = errors(small.trainer(config((2, 3, 1), 8, layers=3, zero1=zero1, schedule=schedule)), reference(8, 0.0, 3))
     assert max(found.values()) <= 1e-5

@@ -13,7 +13,8 @@ from paxtrain.model import transformer
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.optimizer import make_optimizer
 from paxtrain.parallel.step import Trainer
-from tests.paxtrain.training import configuration, corpus, curve, expected_batches, same_bits, started
+from tests.paxtrain.training import configuration, curve, expected_batches, same_bits, started
+from tests.small import corpus
 
 
 @pytest.fixture(scope="module")

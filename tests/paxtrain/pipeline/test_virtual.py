@@ -11,14 +11,14 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from paxtrain.config import MeshConfig, from_dict
+from paxtrain.config import MeshConfig
 from paxtrain.config.axes import AXES
 from paxtrain.model import tensor_parallel as tp
-from paxtrain.model import transformer
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.pipeline import collectives, virtual
 from paxtrain.pipeline.rings import only_if
+from tests import small
 
 PIPE = {"data": 2, "pipe": 4, "tensor": 1}
 CUBE = {"data": 2, "pipe": 2, "tensor": 2}
@@ -195,45 +195,23 @@ STEPS += [((2, 2, 2), "1f1b", False, True), pytest.param((2, 3, 1), "eager_1f1b"
 
 def configuration(sizes, schedule, zero1, sequence):
     chunks = 2 if schedule == "zb_v" else 1
-    model = {
-        "layers": sizes[1] * chunks,
-        "hidden": 16,
-        "heads": 4,
-        "sequence": 8,
-        "vocab_size": 61,
-        "vocab_multiple": 64,
-    }
-    return from_dict(
-        {
-            "model": {**model, "dtype": "float32"},
-            "mesh": {**dict(zip(AXES, sizes)), "zero1": zero1, "sequence_parallel": sequence},
-            "pipeline": {"schedule": schedule, "virtual_stages": chunks},
-            "batch": {"global_batch": 4, "micro_batch": 1},
-        }
+    return small.config(
+        sizes,
+        (4, 1),
+        model={"layers": sizes[1] * chunks, "hidden": 16, "sequence": 8, "vocab_multiple": 64},
+        mesh={"zero1": zero1, "sequence_parallel": sequence},
+        pipeline={"schedule": schedule, "virtual_stages": chunks},
     )
-
-
-def loss_gradients_and_norm(trainer):
-    """Return them for parameters and tokens that depend on the configuration's model and batch alone."""
-    c, rng = trainer.config, np.random.default_rng(0)
-    canonical = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), transformer.shapes(c.model))
-    tokens = rng.integers(0, c.model.vocab_size, trainer.abstract_batch().shape, dtype=np.int32)
-    params = jax.device_put(trainer.layout.from_canonical(canonical), trainer.state_shardings.params)
-    tokens = jax.device_put(tokens, trainer.batch_sharding)
-
-    def run(params, tokens):
-        loss, grads, *_ = trainer.loss_and_gradients(params, tokens)
-        return loss, grads, trainer.norm(grads)
-
-    return jax.device_get(jax.jit(run)(params, tokens))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("sizes, schedule, zero1, sequence", STEPS)
 def test_a_step_is_that_of_the_real_mesh(sizes, schedule, zero1, sequence):
     c = configuration(sizes, schedule, zero1, sequence)
-    expected = loss_gradients_and_norm(Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices])))
-    found = loss_gradients_and_norm(Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True))
+    params, tokens = small.canonical(c.model), small.tokens(c)
+    expected = small.gradients(small.trainer(c), params, tokens)
+    emulated = Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True)
+    found = small.gradients(emulated, params, tokens)
     for path, value in jax.tree_util.tree_leaves_with_path(expected):
         assert np.abs(value).max() > 1e-3, path
     wrong = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), found, expected)

@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 
 from paxtrain import profile
-from paxtrain.config import from_dict
 from paxtrain.model import transformer
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from paxtrain.profiling.breakdown import (
     LINKS,
     OVER_TENSOR,
@@ -31,30 +28,19 @@ from paxtrain.profiling.breakdown import (
 )
 from paxtrain.profiling.trace import INPUT, Part, Span
 from paxtrain.xla import hlo
-from tests.compress_settings import nested
+from tests import small
 
 WORK, WAIT, SEND = Part("forward", False), Part("pipeline", True), Part("data", True)
 
 
 def config(mesh, schedule="1f1b", compress=None):
-    data, pipe, tensor = mesh
-    return from_dict(
-        {
-            "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocab_size": 64, "dtype": "float32"},
-            "mesh": {"data": data, "pipe": pipe, "tensor": tensor},
-            "pipeline": {"schedule": schedule},
-            "batch": {"global_batch": 2 * 4 * data, "micro_batch": 4},
-            "compress": nested(compress or {}),
-        }
+    return small.config(
+        mesh, (8 * mesh[0], 4), model={"layers": 2}, pipeline={"schedule": schedule}, compress=compress or {}
     )
 
 
-def trainer(settings):
-    return Trainer(settings, make_mesh(settings.mesh, devices=jax.devices()[: settings.mesh.devices]))
-
-
 def mesh_of(*sizes):
-    return trainer(config(sizes)).mesh
+    return small.mesh_of(config(sizes))
 
 
 def stepper(trained, compiled):
@@ -159,7 +145,7 @@ def everything():
         "data_rank": 2,
         "data_rank_min": 2,
     }
-    trained = trainer(config((2, 2, 2), compress=compress))
+    trained = small.trainer(config((2, 2, 2), compress=compress))
     return trained, trained.compile_step()
 
 
@@ -214,11 +200,11 @@ def test_all_parts_of_a_step_are_there_and_add_up_and_the_head_is_the_last_stage
 
 def test_what_a_mesh_does_not_have_takes_no_time():
     settings = config((2, 1, 1), "eager_1f1b")
-    found = profile.profile(settings, trainer(settings).mesh, steps=1)
+    found = profile.profile(settings, small.trainer(settings).mesh, steps=1)
     assert_adds_up(found)
     absent = {name for name, values in found.seconds.items() if not values.any()}
     assert absent == {"pipeline", *OVER_TENSOR, "compression", "input"}
-    seconds, _ = by_stage(found, trainer(settings).mesh)
+    seconds, _ = by_stage(found, small.trainer(settings).mesh)
     assert seconds["forward"] == pytest.approx([found.seconds["forward"].mean()])
 
 
@@ -242,7 +228,7 @@ def test_a_head_that_sleeps_shows_in_the_head_and_where_the_other_stage_waits_fo
         return head(final_norm, table, y + late, *rest)
 
     monkeypatch.setattr(transformer, "head_gradients", slow)
-    trained = trainer(config((1, 2, 1)))
+    trained = small.trainer(config((1, 2, 1)))
     compiled = trained.compile_step()
     found = breakdown(stepper(trained, compiled), compiled, trained.mesh, steps=1)
     assert_adds_up(found)

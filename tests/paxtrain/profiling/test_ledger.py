@@ -3,7 +3,6 @@
 import dataclasses
 import re
 
-import jax
 import pytest
 
 from paxtrain.config import Config
@@ -13,17 +12,14 @@ from paxtrain.devices.gpus import GPUS
 from paxtrain.profiling import ledger
 from paxtrain.xla import aot, hlo
 from planner.program.cache import layer_program
+from tests.programs import gpus
 
 H100 = GPUS["h100"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin():
-    jax.devices()  # as in a process that already computes on the CPU
-    try:
-        aot.devices("h100", hosts=1, per_host=1)
-    except aot.Unavailable as reason:
-        pytest.skip(str(reason))
+    gpus()
 
 
 def of(save: str) -> ledger.Ledger:

@@ -23,6 +23,7 @@ from paxtrain.profiling.timeline import COLORS, joined, shares, typical
 from paxtrain.profiling.trace import Part, Span
 from paxtrain.run import metrics
 from paxtrain.run.run import Run
+from tests import small
 
 STEPS, PROFILED, PAUSE = 6, (3, 4, 5), 0.5
 
@@ -37,21 +38,18 @@ def home(tmp_path_factory):
 
 
 def config(home, out, profile="", mesh=(2, 2, 2), **run):
-    return from_dict(
-        {
-            "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocab_size": 64, "dtype": "float32"},
-            "mesh": dict(zip(("data", "pipe", "tensor"), mesh)),
-            "pipeline": {"schedule": "1f1b"},
-            "batch": {"global_batch": 16, "micro_batch": 4},
-            "compress": {
-                "backward": {"messages": "all", "rank": 2},
-                "data": {"stages": "all", "rank": 2, "rank_min": 2, "start": 0.0},
-            },
-            "optimizer": {"warmup_steps": 0},
-            "data": {"train": str(home / "tokens"), "validation": str(home / "tokens")},
-            "run": {"steps": STEPS, "out": str(out), "eval_every": 4, "eval_batches": 1, "sample_tokens": 0} | run,
-            "profile": profile,
-        }
+    data = str(home / "tokens")
+    return small.config(
+        mesh,
+        (16, 4),
+        model={"layers": 2, "vocab_size": 64},
+        pipeline={"schedule": "1f1b"},
+        compress={"backward_messages": "all", "backward_rank": 2}
+        | {"data_stages": "all", "data_rank": 2, "data_rank_min": 2, "data_start": 0.0},
+        optimizer={"warmup_steps": 0},
+        data={"train": data, "validation": data},
+        run={"steps": STEPS, "out": str(out), "eval_every": 4, "eval_batches": 1, "sample_tokens": 0} | run,
+        profile=profile,
     )
 
 
@@ -66,7 +64,7 @@ class Slow(Run):
 
 
 def started(config, run=Run):
-    return run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]))
+    return run(config, small.mesh_of(config))
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +189,7 @@ def test_a_run_that_goes_on_is_profiled_later_but_not_before(home, profiled, mon
 
 def test_off_there_is_nothing_around_a_step(home, tmp_path):
     settings = config(home, tmp_path, mesh=(1, 2, 1))
-    with Profiler(settings, make_mesh(settings.mesh, devices=jax.devices()[:2]), 0) as profiler:
+    with Profiler(settings, small.mesh_of(settings), 0) as profiler:
         for number in range(STEPS + 1):
             profiler.resume(number)
             assert isinstance(profiler.reading(), contextlib.nullcontext)
@@ -212,7 +210,7 @@ def test_a_window_is_of_one_program(home, tmp_path, compress):
 
 def test_a_window_that_is_cut_short_leaves_its_trace_and_no_profiler_running(home, tmp_path):
     settings = config(home, tmp_path, "1:3", mesh=(1, 2, 1))
-    mesh = make_mesh(settings.mesh, devices=jax.devices()[:2])
+    mesh = small.mesh_of(settings)
     with pytest.raises(RuntimeError, match="out of luck"), Profiler(settings, mesh, 0) as profiler:
         profiler.resume(0)
         raise RuntimeError("out of luck")

@@ -14,9 +14,8 @@ from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import SPECS, build, forward_only
 from paxtrain.schedule.stage_map import folded, in_turn
 from paxtrain.schedule.table import ALONG, BETWEEN, UNDER
+from tests.schedules import FOLDED, SIMPLE, virtual_of
 
-SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
-FOLDED = ("zb_v", "dualpipe_v")
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
 SHAPES += [(name, stages, 2) for name in FOLDED for stages in range(2, 9)]
@@ -52,11 +51,6 @@ small = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: f"{shape[0]}-{
 ARRIVALS, GRADIENT_ARRIVALS = ([f"{kind}arrival_slot{lane}" for lane in ("", "_1")] for kind in ("", "gradient_"))
 WRITTEN = ("forward_slot", *ARRIVALS, *GRADIENT_ARRIVALS, "head_slot")
 UNSET = "whatever was in memory"
-
-
-def virtual_of(schedule, stage, chunk):
-    back = schedule.name in FOLDED and chunk % 2
-    return chunk * schedule.stages + (schedule.stages - 1 - stage if back else stage)
 
 
 def lanes(schedule, pairs):

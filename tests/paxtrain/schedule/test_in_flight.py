@@ -7,14 +7,13 @@ import pytest
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from paxtrain.schedule import buffers
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import between_ends, build, spec_of
 from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table, runs
 from planner.pipeline.simulator import Seconds
+from tests import small
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -51,24 +50,11 @@ def test_more_in_flight_takes_less_time_from_1f1b_to_eager(stages):
 @pytest.mark.once
 def test_gradients_of_a_value_between_are_those_of_autodiff():
     """Four micro-batches in flight on three stages; the plain model on one device is the reference."""
-    c = from_dict(
-        {
-            "model": {"layers": 3, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "dtype": "float32"},
-            "mesh": {"pipe": 3},
-            "batch": {"global_batch": 5, "micro_batch": 1},
-            "pipeline": {"schedule": "1f1b", "in_flight": 4},
-        }
-    )
-    trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:3]), overlap=True)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 61, (5, 17), dtype=np.int32)
-    params = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(x.dtype), transformer.shapes(c.model))
+    c = small.config((1, 3), (5, 1), model={"layers": 3}, pipeline={"schedule": "1f1b", "in_flight": 4})
+    params, tokens = small.canonical(c.model), small.tokens(c)
     right = jax.jit(jax.value_and_grad(transformer.loss), static_argnums=2)(params, tokens, c.model)
-    loss, grads, *_ = jax.jit(trainer.loss_and_gradients)(
-        trainer.from_params(params).params, jax.device_put(tokens, trainer.batch_sharding)
-    )
-    found = loss, trainer.layout.to_canonical(grads)
-    for one, other in zip(*map(jax.tree.leaves, jax.device_get((right, found))), strict=True):
+    loss, _, grads = small.gradients(small.trainer(c, overlap=True), params, tokens)
+    for one, other in zip(*map(jax.tree.leaves, (jax.device_get(right), (loss, grads))), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(one).max())
 
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from paxtrain.schedule.schedules import build, forward_only
 from paxtrain.schedule.stage_map import folded, in_turn
 from paxtrain.schedule.table import IDLE
+from tests.schedules import FOLDED, SIMPLE, virtual_of
 
-SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
-FOLDED = ("zb_v", "dualpipe_v")
 # (name, stages, chunks); every number of micro-batches from 1 to 20 is tried for each.
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
@@ -38,11 +37,6 @@ def in_flight(schedule):
     last = "weights" if schedule.splits else "backward"
     forwards, backwards = (busy(schedule, phase).cumsum(axis=0) for phase in ("forward", last))
     return (forwards - backwards + busy(schedule, last)).max(axis=0)
-
-
-def virtual_of(schedule, stage, chunk):
-    back = schedule.name in FOLDED and chunk % 2
-    return chunk * schedule.stages + (schedule.stages - 1 - stage if back else stage)
 
 
 def crossings(name, stages, chunks):

@@ -6,16 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import from_dict
 from paxtrain.errors import UserError
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from paxtrain.schedule import table_file
 from paxtrain.schedule.drawing import draw_schedule
 from paxtrain.schedule.schedules import build, spec_of
 from planner.pipeline import simulator
 from planner.pipeline.rows import Table
 from planner.pipeline.simulator import Seconds
+from tests import small
 
 # 1F1B as torch.distributed.pipelining prints it: two ranks, three micro-batches.
 TORCH_1F1B = "0F0,0F1,,0B0,0F2,0B1,,0B2\n,1F0,1B0,1F1,1B1,1F2,1B2,\n"
@@ -37,14 +35,7 @@ TORCH_DUALPIPEV = (
 
 
 def config(schedule: str, pipe: int = 2, micro_batches: int = 3, chunks: int = 1):
-    return from_dict(
-        {
-            "model": {"layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "dtype": "float32"},
-            "mesh": {"pipe": pipe},
-            "batch": {"global_batch": micro_batches, "micro_batch": 1},
-            "pipeline": {"schedule": schedule, "virtual_stages": chunks},
-        }
-    )
+    return small.config((1, pipe), (micro_batches, 1), pipeline={"schedule": schedule, "virtual_stages": chunks})
 
 
 def written(tmp_path: pathlib.Path, text: str) -> str:
@@ -54,12 +45,8 @@ def written(tmp_path: pathlib.Path, text: str) -> str:
 
 
 def gradients(c, overlap: bool | None = None) -> list[np.ndarray]:
-    trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.pipe]), overlap=overlap)
-    m = c.batch.global_batch
-    tokens = np.random.default_rng(0).integers(0, 61, (m, 17), dtype=np.int32)
-    params = trainer.init(0).params
-    loss, grads, *_ = jax.jit(trainer.loss_and_gradients)(params, jax.device_put(tokens, trainer.batch_sharding))
-    return jax.tree.leaves(jax.device_get((loss, trainer.layout.to_canonical(grads))))
+    trained = small.trainer(c, overlap=overlap)
+    return jax.tree.leaves(small.gradients(trained, small.canonical(c.model), small.tokens(c)))
 
 
 @pytest.mark.slow

@@ -3,13 +3,11 @@
 import collections
 import types
 
-import jax
 import pytest
 
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from paxtrain.study import probe
 from paxtrain.xla import hlo
+from tests import small
 from tests.paxtrain.study.test_study import QUICK, configuration
 
 # ml_collections loads configuration files with it.
@@ -26,7 +24,7 @@ def test_bytes_are_those_that_formulas_say(fused):
     }
     compress["error"] = "lazy" if fused else "none"
     config = configuration(pipe=3, compress=compress, batch={"global_batch": 8})
-    found = probe.wire_bytes(Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:6])))
+    found = probe.wire_bytes(small.trainer(config))
     pipe, ranks, m, h, r = 3, 2, 2, 16, 2
     table, position, layer, norm = 384 * h * 4, 8 * h * 4, (12 * h * h + 13 * h) * 4, 2 * h * 4
     kernels = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
@@ -51,7 +49,7 @@ def test_the_compiled_step_sends_what_its_trace_asks_for():
     """Except losses and norms, a few numbers that XLA may send once where the trace asks twice."""
     compress = {"backward_messages": "epilogue", "embedding_sync": "fused", "data_stages": "all", "data_start": 0.0}
     config = configuration(compress=compress, batch={"global_batch": 8})
-    trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:4]))
+    trainer = small.trainer(config)
     sent = collections.Counter()
     for op in probe.asked(trainer):
         sent[op.kind] += op.bytes * op.executions
@@ -66,7 +64,7 @@ def test_bytes_of_tensor_groups_stay_inside_of_hosts():
     found = {}
     for tensor in (1, 2):
         config = configuration(batch={"global_batch": 8}, mesh={"tensor": tensor}, compress={"data_stages": "none"})
-        trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[: 4 * tensor]))
+        trainer = small.trainer(config)
         found[tensor] = probe.wire_bytes(trainer)
     pipe, h, sequence = 2, 16, 8
     for kind in ("forward", "backward"):

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from compress import subspace
-from paxtrain.config import MeshConfig, from_dict
+from paxtrain.config import MeshConfig
 from paxtrain.data import token_files
-from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE
@@ -22,8 +21,7 @@ from paxtrain.parallel.step import Trainer
 from paxtrain.study import __main__ as study
 from paxtrain.study import plots, probe, report, runs, variants
 from paxtrain.study.report import VariantResult
-from tests import mains
-from tests.compress_settings import nested
+from tests import mains, small
 
 # ml_collections loads configuration files with it.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -35,27 +33,21 @@ QUICK = CPU_OPTIONS | {"xla_backend_optimization_level": 0}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Return a folder with a small corpus."""
-    path = tmp_path_factory.mktemp("study")
-    (path / "corpus.txt").write_text(" ".join(map(str, range(3_000))))
-    prepare([str(path / "corpus.txt")], path / "data")
-    return path
+    return small.corpus(tmp_path_factory.mktemp("study"), 3_000)
 
 
 def configuration(home=None, pipe=2, **sections):
-    values = {
+    base = {
         "model": {"layers": pipe, "hidden": 16, "heads": 2, "sequence": 8, "dtype": "float32"},
         "mesh": {"data": 2, "pipe": pipe},
         "batch": {"global_batch": 12, "micro_batch": 2},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
         "compress": {"backward_rank": 2, "forward_rank": 2, "data_stages": "0", "data_rank": 2, "data_rank_min": 2}
         | {"data_start": 0.5},
+        "data": {name: str(home / "data" / name) for name in ("train", "validation")} if home else {},
         "run": {"steps": 4, "eval_every": 2, "eval_batches": 2},
     }
-    if home:
-        values["data"] = {name: str(home / "data" / name) for name in ("train", "validation")}
-    for name, changes in sections.items():
-        values[name] = values.get(name, {}) | changes
-    return from_dict(values | {"compress": nested(values["compress"])})
+    return small.merged(base, sections)
 
 
 # --- What is measured -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from paxtrain.errors import UserError
 from paxtrain.xla import aot, hlo
+from tests.programs import gpus
 
 SIZE = 4096
 MESSAGE = SIZE * SIZE * 2  # bytes of a bfloat16 [SIZE, SIZE]
@@ -20,11 +21,7 @@ RING = 5
 
 
 def cluster(kind="h200", hosts=2, per_host=2):
-    jax.devices()  # the CPU is in use by then, as it is in a planner's process
-    try:
-        return aot.devices(kind, hosts, per_host)
-    except aot.Unavailable as reason:
-        pytest.skip(str(reason))
+    return gpus(kind, hosts, per_host)
 
 
 def lowered(function, devices, *shapes):

@@ -2,15 +2,13 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 import paxtrain
 import planner
-from paxtrain.outer.trainer import trainer_of
-from paxtrain.parallel.mesh import make_mesh
 from planner.cluster.cluster import Cluster
+from tests import small
 from tests.planner.examples import cluster
 
 SMALL = {"model.layers": 8, "model.hidden": 64, "model.heads": 4, "mesh.pipe": 2, "mesh.tensor": 1, "mesh.data": 4}
@@ -40,7 +38,7 @@ def config(changes):
 )
 def test_fragments_have_the_bytes_that_the_trainer_sends(changes):
     c = config(changes)
-    made = trainer_of(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
+    made = small.trainer(c)
     found = planner.simulate(c, cluster(4, 2, seed=None)).exchanges
     assert [x.bytes for x in found] == pytest.approx(made.sent(), rel=1e-12)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,13 +10,12 @@ import compress
 import paxtrain
 import planner
 from compress.codecs.quantised import QuantisedBlocks
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from planner.cost.candidate import host_order
 from planner.cost.link_seconds import fabric, paths
 from planner.cost.simulate import candidate_of_config, ideal_step
 from planner.cost.step_time import Problem
 from tests.planner.examples import cluster
+from tests.small import trainer
 
 SMALL = {"model.layers": 8, "model.hidden": 64, "model.heads": 4, "mesh.pipe": 4, "mesh.tensor": 1, "mesh.data": 2}
 
@@ -171,7 +169,7 @@ def test_kernels_that_would_not_shrink_enough_are_reduced_as_they_are(zero1):
     """The trainer says which kernels these are. Links have 25 GB/s and 10 us, and a kernel starts in 5 us."""
     low = {"compress.data.stages": "all", "compress.data.rank": 4, "compress.min_ratio": 10.0}
     config = paxtrain.load_config("tiny", SMALL | low | {"mesh.data": 4, "mesh.pipe": 1, "mesh.zero1": zero1})
-    compression = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:4])).compression
+    compression = trainer(config).compression
     shapes = {path: (shape[0], math.prod(shape[1:])) for path, shape in compression.kernels.items()}
     taken = [shapes.pop(path) for path in compression.compressed_kernels(4)]
     assert sorted(taken) == [(64, 192), (64, 256), (256, 64)] and list(shapes.values()) == [(64, 64)]

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from paxtrain.data.preparation import prepare
 from paxtrain.process.progress import FAULT, STOPPED
 from paxtrain.run import metrics
 from planner.jobs import local
 from planner.jobs.job import Job
+from tests import small
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOSTS = 2
@@ -166,8 +166,7 @@ def test_one_code_of_all(codes, asked, finished, code):
 @pytest.mark.slow
 def test_the_job_itself(tmp_path):
     """The command is that of docs/launch.md, with data made for the test."""
-    (tmp_path / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
-    prepare([str(tmp_path / "corpus.txt")], tmp_path / "data")
+    small.corpus(tmp_path, 40_000)
     out = tmp_path / "run"
     command = [sys.executable, "-m", "planner.launch", "local", "--hosts=4", "--config=configs/tiny.py", f"--out={out}"]
     data = [f"--config.data.{name}={tmp_path / 'data' / name}" for name in ("train", "validation")]

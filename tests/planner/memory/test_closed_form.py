@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, from_dict
-from paxtrain.outer.trainer import trainer_of
-from paxtrain.parallel.mesh import batch_spec, make_mesh
-from paxtrain.parallel.step import Trainer
+from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config
+from paxtrain.parallel.mesh import batch_spec
 from paxtrain.schedule import buffers
 from paxtrain.schedule.schedules import SPECS, build, code, names
 from planner.memory import closed_form
+from tests import small
 
 CPU = (0, 0)  # a "compute capability" without flash attention
 LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 160}
@@ -27,7 +26,7 @@ def config(**sections) -> Config:
         "mesh": {"data": 2, "pipe": 2, "tensor": 2},
         "batch": {"global_batch": 16, "micro_batch": 2},
     }
-    return from_dict({name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()})
+    return small.merged(base, sections)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -72,7 +71,7 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         mesh={"sequence_parallel": sequence},
         pipeline={"schedule": schedule, "save": save},
     )
-    trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:8]))
+    trainer = small.trainer(c)
     key, rings = jnp.zeros(2, jnp.uint32) if dropout else None, []
 
     def run(params, tokens):
@@ -167,7 +166,7 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
 )
 def test_state_is_the_trainers_to_the_byte(sections):
     c = config(**sections)
-    trainer = trainer_of(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
+    trainer = small.trainer(c)
     exact = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(trainer.abstract_state())
@@ -187,7 +186,7 @@ def test_an_exchange_in_flight_takes_a_difference_and_a_mean_of_its_fragment(fra
     sections = sections | {"mesh": mesh, "run": {"steps": 120}}
     outer = {"every": 12, "groups": 2, "fragments": fragments}
     waits, flies = (config(**sections, outer=outer | {"overlap": n}) for n in (0, 1))
-    made = trainer_of(flies, make_mesh(flies.mesh, devices=jax.devices()[: flies.mesh.devices])).fullest()
+    made = small.trainer(flies).fullest()
     largest = 4 * made.exchange.weights(made.fragment)
     assert largest == 4 * max(map(made.exchange.weights, range(fragments)))
     without, with_it = (closed_form.analytic(closed_form.of(c, CPU)) for c in (waits, flies))

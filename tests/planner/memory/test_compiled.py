@@ -7,10 +7,11 @@ import jax
 import pytest
 
 from paxtrain import files
-from paxtrain.config import Config, from_dict
+from paxtrain.config import Config
 from paxtrain.errors import UserError
 from planner.memory import closed_form
 from planner.memory import compiled as oracle
+from tests import small
 
 
 def config(**sections) -> Config:
@@ -20,7 +21,7 @@ def config(**sections) -> Config:
         "batch": {"global_batch": 4, "micro_batch": 2},
         "optimizer": {"warmup_steps": 0},
     }
-    return from_dict({name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()})
+    return small.merged(base, sections)
 
 
 @pytest.fixture(autouse=True)

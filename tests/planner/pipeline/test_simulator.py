@@ -12,8 +12,8 @@ from paxtrain.schedule.table import ALONG, BETWEEN, IDLE
 from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
 from planner.pipeline.simulator import Seconds, concatenate, pipeline, take, timeline
+from tests.schedules import FOLDED, virtual_of
 
-FOLDED = ("zb_v", "dualpipe_v")
 TABLES = [
     *[
         Table(name, p, m)
@@ -56,11 +56,6 @@ def drawn(table: Table, batch: int = 3, seed: int = 0) -> Seconds:
         decode=times(stages, 0.2),
         weights=times(virtual, 1.5),
     )
-
-
-def virtual_of(schedule, stage: int, chunk: int) -> int:
-    back = schedule.name in FOLDED and chunk == 1
-    return chunk * schedule.stages + (schedule.stages - 1 - stage if back else stage)
 
 
 def way(a: int, b: int, schedule, s: Seconds, kind: str) -> np.ndarray:

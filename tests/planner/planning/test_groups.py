@@ -15,8 +15,9 @@ from planner.memory import closed_form
 from planner.planning.planning import plan_sections
 from planner.report import traffic
 from planner.search.budget import capability
-from tests.paxtrain.training import configuration, corpus
+from tests.paxtrain.training import configuration
 from tests.planner.examples import cluster
+from tests.small import corpus
 
 SMALL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
 VALUES = {f"model.{name}": value for name, value in SMALL.items()} | {"batch.global_batch": 32, "run.steps": 400}

@@ -5,13 +5,10 @@ import functools
 import itertools
 import types
 
-import jax
 import numpy as np
 import pytest
 
 from paxtrain.config import from_dict
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from paxtrain.schedule import schedules
 from paxtrain.study import probe
 from planner.cluster.cluster import Cluster
@@ -22,6 +19,7 @@ from planner.cost.simulate import candidate_of_config
 from planner.cost.step_time import Problem
 from planner.planning.to_plan import device_order
 from planner.report import traffic
+from tests import small
 from tests.compress_settings import nested
 from tests.planner.examples import cluster
 from tests.planner.report.reports import made_report
@@ -184,7 +182,7 @@ def test_compressed_bytes_are_those_that_the_trainers_step_asks_for(compress, me
     whole = {}
     for name, chosen in (("dense", {}), ("compressed", {"data_start": 0.0, "min_ratio": 1.5} | compress)):
         config = from_dict(sections | {"compress": nested(chosen)})
-        trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:8]))
+        trainer = small.trainer(config)
         asked = probe.wire_bytes(trainer)
         some, candidate = cluster(8, 1), candidate_of_config(config)
         problem, hosts = Problem(some, config.model, candidate), host_order(candidate, 1)[0]

@@ -6,12 +6,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from paxtrain.config import BatchConfig, CompressConfig, Config, MeshConfig, PipelineConfig, from_dict
+from paxtrain.config import BatchConfig, CompressConfig, Config, MeshConfig, PipelineConfig
 from paxtrain.config.plan import Plan
 from paxtrain.profiling.terms import StepComparison
 from planner.fit import trials
 from planner.measure.machines import Machines
 from planner.start import run_record
+from tests import small
 from tests.planner.examples import cluster
 
 TIMES = {"forward": 1e-3, "backward": 2e-3, "head": 1e-3, "embedding": 1e-4, "optimizer": 1e-10}
@@ -21,13 +22,13 @@ MACHINES = Machines(("a", "b"), (0, 1), (), 2, ("a100-80gb",) * 2, (8e10,) * 2, 
 
 def config(out, **changes) -> Config:
     """Return a configuration; `changes` are sections of which some settings are other ones."""
-    sections = {
+    base = {
         "model": {"layers": 5, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000},
         "mesh": {"data": 2, "pipe": 2, "tensor": 1},
         "batch": {"global_batch": 8, "micro_batch": 2},
         "run": {"out": str(out)},
     }
-    return from_dict(sections | {name: sections.get(name, {}) | change for name, change in changes.items()})
+    return small.merged(base, changes)
 
 
 def plan(order: tuple[int, ...] = (), hosts: tuple[str, ...] = (), correction: object = None, **mesh: int) -> Plan:
