@@ -46,8 +46,9 @@ def slow_reduction(compression, level, layers, state):
     return reduce_layers(compression, level, layers, state)
 
 
-def slow_backward(self, chunk, mb, residuals, slot, g, *rest):
-    return backward(self, chunk, mb, residuals, slot, late(g) if slow == "compute" else g, *rest)
+def slow_backward(self, chunk, mb, residuals, slot, cotangents, *rest):
+    g, *others = cotangents
+    return backward(self, chunk, mb, residuals, slot, (late(g) if slow == "compute" else g, *others), *rest)
 
 
 gradients.reduce_layers, Stage.backward = slow_reduction, slow_backward
