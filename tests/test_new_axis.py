@@ -252,6 +252,8 @@ class WideMesh(MeshConfig):
 class Wide(Architecture):
     """A feed-forward part, whose kernels tensor and the new axis split."""
 
+    axes = "tensor", SPLIT
+
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
         return (
             vocabulary(config),
@@ -306,6 +308,14 @@ def test_gradients_of_what_it_splits_are_those_of_one_device(wide, mesh):
 
 def test_a_layer_without_its_sum_has_other_gradients(wide):
     assert max(errors(f"{__name__}:Forgetful", wide=2)) > 1e-2
+
+
+def test_layers_that_know_tensor_alone_are_refused_and_not_planned_on_it(wide):
+    c = config(wide=2)  # a GPT-2
+    with pytest.raises(UserError, match=r"mesh\.wide=2 splits the dim ffn, but the layers of gpt2 run .* tensor alone"):
+        small.trainer(c)
+    space = enumerate_candidates(cluster(HOSTS, PER_HOST), c.model, BATCH, CHOICES)
+    assert set(space.column("wide").tolist()) == {1}
 
 
 def test_a_size_that_does_not_divide_its_dim_is_refused(wide):

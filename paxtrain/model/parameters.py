@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import UNSPLIT, AxisSizes
+from paxtrain.config.axes import AXES, DATA, PIPE, UNSPLIT, AxisSizes
 from paxtrain.model.gpt2 import GPT2
 from paxtrain.model.imported import check, check_aux, check_kinds, errors_of, imported
 from paxtrain.model.llama import Llama
@@ -83,6 +83,21 @@ def of_kind(config: ModelConfig, kind: str) -> list[Parameter]:
     assert kind in kinds(config), f"the layers are of the kinds {sorted(set(kinds(config)))}, not {kind!r}"
     rows = by_names(config).values()
     return [p for p in rows if p.lead == "layers" and p.of(kind)]
+
+
+def not_run(config: ModelConfig, mesh: Mapping[str, int]) -> dict[str, str]:
+    """Return the axes of several devices that split parameters of layers, which run no collectives over them.
+
+    Args:
+        config: the model's shape.
+        mesh: sizes of axes by name.
+
+    Returns:
+        By axis the dim of which it takes a part.
+    """
+    dims = {dim.partition("*")[0] for p in table(config) if p.lead == "layers" for dim in p.own}
+    strange = [axis for axis, size in mesh.items() if size > 1 and axis not in (*architecture(config).axes, DATA, PIPE)]
+    return {axis: dim for axis in strange for dim in AXES[axis].dims if dim in dims}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import AXES, PIPE, UNSPLIT, parts
+from paxtrain.config.axes import AXES, PIPE, TENSOR, UNSPLIT, parts
 
 if TYPE_CHECKING:  # they import jax, which takes long
     import jax
@@ -145,9 +145,11 @@ class Architecture:
 
     Attributes:
         model_types: its names in Hugging Face's config.json; the first one is that of exports.
+        axes: mesh axes that may split its parameters, since its layers run the collectives over them.
     """
 
     model_types: tuple[str, ...] = ()
+    axes: tuple[str, ...] = (TENSOR,)
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
         """Return the table of parameters: a layer's are below "layers", the others below "embedding" and "final_norm".

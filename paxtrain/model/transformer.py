@@ -134,7 +134,7 @@ def layer(
 
 @functools.lru_cache(maxsize=64)
 def check_layer(config: ModelConfig, mesh: AxisSizes, sequence_parallel: bool) -> None:
-    """Require that layers of one's own return what they are given, in shape and dtype. Nothing is computed.
+    """Require that layers run on a mesh, and that those of one's own return what they are given. Nothing is computed.
 
     Args:
         config: the model's shape.
@@ -142,8 +142,14 @@ def check_layer(config: ModelConfig, mesh: AxisSizes, sequence_parallel: bool) -
         sequence_parallel: whether tensor splits the sequence.
 
     Raises:
-        UserError: it does not.
+        UserError: they do not, or return another shape or dtype.
     """
+    for axis, dim in parameters.not_run(config, mesh).items():
+        known = " and ".join(parameters.architecture(config).axes)
+        raise UserError(
+            f"mesh.{axis}={mesh[axis]} splits the dim {dim}, but the layers of {config.module or config.family} run "
+            f"their collectives over {known} alone; mesh.{axis}=1 would work"
+        )
     if not config.module:
         return
     group = tp.Group.of(mesh, sequence_parallel)

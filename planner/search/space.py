@@ -24,6 +24,7 @@ from paxtrain.config.axes import (
     more_axes,
 )
 from paxtrain.errors import UserError
+from paxtrain.model.parameters import not_run
 from paxtrain.schedule.schedules import FAMILY, ScheduleSpec, between_ends, code, name_of, names, spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost import compute, outer
@@ -242,7 +243,7 @@ def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[
     for inside in itertools.product(*sizes):
         seat, mesh = math.prod(inside), dict(zip(inside_axes(), inside))
         # Of hosts taken together only seats that fill them are known: smaller ones lie on other links.
-        if per_host % seat or (cluster.parts and seat != per_host) or model.undivided(mesh):
+        if per_host % seat or (cluster.parts and seat != per_host) or model.undivided(mesh) or not_run(model, mesh):
             continue
         for pipe in divisors(cluster.devices // seat):
             data = cluster.devices // seat // pipe
