@@ -16,8 +16,8 @@ from paxtrain.testing.models import checked
 
 def main(argv: Sequence[str]) -> None:
     """Check the model that the argument names."""
-    if len(argv) != 2:
-        raise UserError(f"name one model as package.module:Class, got {len(argv) - 1} names")
+    if len(argv) != 2 or not argv[1]:
+        raise UserError(f"name one model as package.module:Class, got {' '.join(map(repr, argv[1:])) or 'nothing'}")
     # Not on GPUs, whose products of float32 are rounded.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)

@@ -109,7 +109,8 @@ def test_bad_tables_are_refused_as_by_the_trainer():
             ".*: a token sees no later one: .*",
         ),
         ([BAD + "Twice"], 2, "", ".*Twice has the parameter layers/ln/scale 2 times; .*"),
-        ([], 2, "", "name one model as package.module:Class, got 0 names"),
+        ([], 2, "", "name one model as package.module:Class, got nothing"),
+        ([""], 2, "", "name one model as package.module:Class, got ''"),
     ],
 )
 def test_the_main_ends_with_one_sentence(arguments, code, said, error, monkeypatch, capsys):
