@@ -32,7 +32,7 @@ def kernel_calls(program) -> int:
 
 def launches(program) -> int:
     """Return the number of kernels, library calls and copies that one execution launches."""
-    module = HloModule(program.as_text())
+    module = HloModule(program.as_text(), 1)
     free = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
     return sum(n for name, n, op in module.executed() if name not in module.fused and op.opcode not in free)
 
