@@ -148,6 +148,7 @@ def kernels(config: ModelConfig, mesh: AxisSizes) -> tuple[tuple[int, int], ...]
     return tuple((shape[0], math.prod(shape[1:])) for shape in shapes)
 
 
+@functools.lru_cache(maxsize=4096)
 def of_mean_layer(config: ModelConfig, mesh: AxisSizes) -> int:
     """Return the number of parameters of one layer on a device, in the mean if layers are of several kinds."""
     return sum(count(config, mesh=mesh, kind=kind) for kind in kinds(config)) // config.layers
