@@ -10,7 +10,7 @@ from paxtrain.config.checks import Checked, bounded, choice, each, multiples_nea
 
 
 class Family(NamedTuple):
-    """What rules, and plans for other trainers, ask of an architecture.
+    """Facts of an architecture for which rules, and plans for other trainers, ask.
 
     Attributes:
         rotary: positions turn pairs of a head's dims, by rope_theta; otherwise they are learned.
@@ -150,7 +150,7 @@ class ModelConfig(Checked):
 
     @property
     def traits(self) -> Family:
-        """What rules ask of its architecture."""
+        """Facts of its architecture for which rules ask."""
         return _OWN if self.module else FAMILIES[self.family]
 
     @property

@@ -35,7 +35,7 @@ _Pulled: TypeAlias = Callable[..., LayerRun]
 
 
 class _CheckedLayer(NamedTuple):
-    """What is checked: a layer by its number, its weights and input, and the gradient g of its output."""
+    """A layer to check: its number, its weights and input, and the gradient g of its output."""
 
     config: ModelConfig
     number: int

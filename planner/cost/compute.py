@@ -484,10 +484,7 @@ def layer_parameters(model: ModelConfig, mesh: AxisSizes) -> int:
 
 
 def kernels(model: ModelConfig, mesh: AxisSizes) -> tuple[tuple[int, int], ...]:
-    """Return the shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed.
-
-    Plans compress none if layers are of several kinds.
-    """
+    """Return the shapes [n, k] of a layer's matrices on a device; none if layers differ, as plans compress none then."""
     return () if parameters.differ(model) else parameters.kernels(model, mesh)
 
 

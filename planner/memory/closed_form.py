@@ -432,7 +432,9 @@ def _backward(shape: Shape) -> PerCandidate:
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)
-    kernels = sum(functools.reduce(np.multiply, dims) for dims in _matrices(shape))
+    rows = [p for p in table(model) if p.role == "kernel"]
+    sizes = (functools.reduce(np.multiply, p.shape(model, shape.mesh)) * len(stack(model, p)) for p in rows)
+    kernels = sum(sizes) / model.layers
     return again + layer + waits * c * kernels * shape.slots
 
 

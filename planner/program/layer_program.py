@@ -62,7 +62,7 @@ class LayerCollective(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a part of a layer computes, exchanges and moves.
+    """The products, collectives and bytes of a part of a layer.
 
     Attributes:
         products: matrix products, except those of attention.
