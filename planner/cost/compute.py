@@ -484,7 +484,7 @@ def layer_parameters(model: ModelConfig, mesh: AxisSizes) -> int:
 
 
 def kernels(model: ModelConfig, mesh: AxisSizes) -> tuple[tuple[int, int], ...]:
-    """Return the shapes [n, k] of a layer's matrices on a device; none if layers differ, as plans compress none then."""
+    """Return the shapes [n, k] of a layer's matrices on a device; () if layers differ: plans compress none then."""
     return () if parameters.differ(model) else parameters.kernels(model, mesh)
 
 
