@@ -36,6 +36,7 @@ MAY_NAME_SCHEDULES = (
     "planner/export/",
     "planner/memory/labels.py",
     "planner/search/baselines.py",
+    "planner/fit/published.py",
     "planner/fit/trial_steps.py",
     "planner/fit/trials.py",
     "planner/cost/simulate.py",

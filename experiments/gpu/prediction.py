@@ -123,7 +123,7 @@ def _trial(config: Config, recompute: bool, kind: str, seconds: float) -> Trial:
         dp=1,
         pp=1,
         stage_layers=(m.layers,),
-        recompute=recompute,
+        recompute="full" if recompute else "none",
         element_bytes=2 if m.dtype == "bfloat16" else 4,
         seconds=seconds,
         columns={},

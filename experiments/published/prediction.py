@@ -16,7 +16,7 @@ from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import LinkSeconds, Paths, fabric, paths
-from planner.cost.sizes import MASTER
+from planner.cost.simulate import sharded_step
 from planner.cost.step_time import Problem
 from planner.pipeline import ideal
 
@@ -90,7 +90,7 @@ def _candidate(run: PublishedRun) -> Candidate:
         save=_SAVES.get(run.recompute, run.recompute),
         zero1=run.sharding == "zero1",
         sequence_parallel=run.sequence_parallel,
-        reduce_dtype="float32" if run.sharding == "zero1" else "bfloat16",
+        reduce_dtype="bfloat16" if run.sharding == "none" else "float32",
     )
 
 
@@ -118,26 +118,6 @@ def _slow_down(run: PublishedRun, problem: Problem, constants: PublishedConstant
     problem.backward = problem.backward + passes + (3 if run.recompute == "full" else 2) * waits
 
 
-def _sharded(run: PublishedRun, problem: Problem, where: Paths) -> float:
-    """Return the seconds of a step whose weights are sharded over data, of one stage and one micro-batch.
-
-    A layer's weights are gathered under the layer before, in F and again in B. Its gradients are reduced, in float32,
-    under the layers that follow in B.
-    """
-    layer, model = problem.layer[0], run.model
-    turn = (run.data - 1) / run.data * float(where.ring[1][0, 0])
-    latency = float(where.ring[0][0, 0])
-    parameters = costs.layer_parameters(model, problem.candidate.layer_sizes)
-    gather = latency + parameters * costs.ITEM[model.dtype] * turn
-    reduce = latency + parameters * MASTER * turn
-    tables = problem.embedding_parameters * turn
-    forward = gather + model.layers * max(layer.forward, gather)
-    backward = model.layers * max(layer.backward, gather + reduce) + reduce
-    ends = tables * (2 * costs.ITEM[model.dtype] + MASTER)  # gathered twice, reduced once, with nothing to lie under
-    held = (problem.layer_parameters + problem.embedding_parameters) / run.data
-    return forward + backward + layer.embedding + layer.head + ends + held * layer.optimizer
-
-
 def predicted(run: PublishedRun, constants: PublishedConstants | None = None) -> float:
     """Return the predicted seconds of a step.
 
@@ -153,7 +133,7 @@ def predicted(run: PublishedRun, constants: PublishedConstants | None = None) ->
     hosts = groups[None] // (PER_HOST // run.tensor)
     where = paths(fabric(cluster), hosts, run.tensor)
     if run.sharding == "fsdp":
-        return _sharded(run, problem, where)
+        return float(sharded_step(problem, where)[0])
     if not run.overlap:
         problem.hides = np.zeros_like(problem.hides)
     _slow_down(run, problem, constants)

@@ -28,11 +28,13 @@ class Shares:
         layer_launch: least seconds of a layer's forward, which its kernels' launches take.
         backward: time of a layer's backward over its forward's, without recomputation.
         scores: passes over stored attention scores over those that planner.cost.compute counts.
+        attention: time of attention that keeps no scores over the data sheet's.
         head: time of the head and the loss over the data sheet's.
         chunk_seconds: constant part of F and of B of a chunk.
         optimizer_bytes: bytes read and written per parameter. AdamW reads p, m, v, g and writes p, m, v, after one more
             pass over g each for the norm and its clipping.
         stored_scores: whether attention's scores go through memory, as without flash attention.
+        eager: whether a host launches each kernel and collective, as PyTorch does.
     """
 
     matmul: float = 1.0
@@ -40,10 +42,12 @@ class Shares:
     layer_launch: float = 1.2e-4
     backward: float = 2.0
     scores: float = 1.0
+    attention: float = 1.0
     head: float = 1.0
     chunk_seconds: float = 0.0
     optimizer_bytes: float = 40.0
     stored_scores: bool = False
+    eager: bool = False
 
 
 ASSUMED = Shares()

@@ -195,7 +195,7 @@ class _Layer:
         """
         # Two operations for each product of numbers, and half of the scores.
         numbers = sum(math.prod(one.sizes(self.micro_batch)) * one.times for one in work.fused)
-        fused = numbers / (_FLASH * self.rates.flops)
+        fused = self.shares.attention * numbers / (_FLASH * self.rates.flops)
         stored = _seconds(self.rates, work.attention, self.micro_batch)
         if self.model.module or not work.attention:
             return fused + stored
@@ -218,6 +218,12 @@ class _Layer:
             total += one.times * {"all-reduce": whole, "collective-permute": hop}.get(one.kind, whole / 2)
         return total
 
+    def launched(self, busy: float, launches: float, exchanged: float) -> float:
+        """Return the seconds of kernels and collectives; the latter lie under launches if a host runs ahead of both."""
+        if self.shares.eager:
+            return launched(busy + exchanged, launches)
+        return launched(busy, launches) + exchanged
+
     def again(self, save: str) -> float:
         """Return the seconds of what B runs again.
 
@@ -233,14 +239,14 @@ class _Layer:
             busy = part.products * self.products(first) + part.attention * attention + part.passes * passes
             reduce = self.exchanged(first) / 2
             gathers = self.sequence_parallel * (save != "scores") * reduce / 2  # those of "scores" lie under products
-            return launched(busy, part.launches * launch) + part.collectives * reduce + gathers
+            return self.launched(busy, part.launches * launch, part.collectives * reduce + gathers)
         more = first
         if save != "inputs":  # which keeps nothing of a layer, so that an F that keeps all comes first
             found = self.program(save)
             more = found.backward.beyond(plain.backward)
             passes = max(self.moves(found.moved) - self.moves(plain.moved), 0.0) if self.model.module else passes
         busy = self.products(more) + self.attention(more, _SCORE_PASSES[0]) + passes
-        return launched(busy, _RELAUNCHED.get(save, 1.0) * launch) + self.exchanged(more)
+        return self.launched(busy, _RELAUNCHED.get(save, 1.0) * launch, self.exchanged(more))
 
 
 def sheet(
@@ -283,12 +289,12 @@ def sheet(
     doubled = f if f.attention and not model.module else b
     attention, attention_backward = one.attention(f, _SCORE_PASSES[0]), one.attention(doubled, _SCORE_PASSES[1], 2)
     passes, of_kernels = one.passes(), ratio * one.products(w)
-    forward = launched(one.products(f) + attention + passes.forward, launch) + one.exchanged(f)
+    forward = one.launched(one.products(f) + attention + passes.forward, launch, one.exchanged(f))
     rest = ratio * (attention_backward + passes.backward + one.products(b))  # of B besides its products for kernels
-    backward = launched(rest + of_kernels, 2 * launch) + one.exchanged(b)
+    backward = one.launched(rest + of_kernels, 2 * launch, one.exchanged(b))
     again = one.again(save)
     weights = launched(of_kernels + passes.weights, 0.5 * launch)
-    rest = launched(rest + passes.split, 1.5 * launch) + one.exchanged(b) + again
+    rest = one.launched(rest + passes.split, 1.5 * launch, one.exchanged(b)) + again
     over = parts("vocab", mesh)
     reduce = all_reduce(over, tokens * h * item, *inside)
     rows = model.padded_vocab // over
@@ -464,18 +470,6 @@ def message_bytes(model: ModelConfig, micro_batch: int, parts: int = 1) -> int:
         parts: parts of the sequence, of which a device sends one.
     """
     return micro_batch * model.sequence // parts * model.hidden * ITEM[model.dtype]
-
-
-def packed_bytes(model: ModelConfig, micro_batch: int, rank: int, parts: int = 1) -> int:
-    """Return the bytes of the same message as low-rank factors in the compute dtype.
-
-    Args:
-        model: model to train.
-        micro_batch: sequences of a micro-batch.
-        rank: rank of the factors.
-        parts: parts of the sequence, of which a device sends one.
-    """
-    return rank * (micro_batch * model.sequence // parts + model.hidden) * ITEM[model.dtype]
 
 
 def layer_parameters(model: ModelConfig, mesh: AxisSizes) -> int:

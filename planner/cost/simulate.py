@@ -7,9 +7,10 @@ import numpy as np
 from paxtrain.config import Config
 from paxtrain.config.axes import more_axes
 from planner.cluster.cluster import Cluster
+from planner.cost import compute as costs
 from planner.cost.candidate import NO_GROUPS, Candidate, host_order
 from planner.cost.coded import LOW_RANK, coded
-from planner.cost.link_seconds import Fabric, fabric
+from planner.cost.link_seconds import Fabric, Paths, fabric
 from planner.cost.outer import FragmentExchange, exchanges
 from planner.cost.step_time import Problem, steps
 from planner.pipeline import ideal
@@ -153,3 +154,31 @@ def ideal_step(problem: Problem, fabric: Fabric, hosts: np.ndarray) -> tuple[str
     other = Problem(problem.cluster, problem.model, plain)
     [step] = steps([other], [(other.paths(fabric, hosts[None]), other.kind_of_host[hosts][None])], ideal.pipeline)
     return schedule, float(step.total[0])
+
+
+def sharded_step(problem: Problem, where: Paths) -> np.ndarray:
+    """Return the seconds of a step whose weights are sharded over data (FSDP, ZeRO-3), for each setting of its costs.
+
+    A layer's weights are gathered under the layer before, in F and again in B of every micro-batch, and its gradients
+    are reduced under the layers that follow in B (Rajbhandari et al. 2020; Zhao et al. 2023). What is at the ends has
+    nothing to lie under. The seconds of the host are not among these.
+
+    Args:
+        problem: candidate of one stage, with a layer's costs in each setting.
+        where: paths of its placement in each setting.
+    """
+    c, model = problem.candidate, problem.model
+
+    def cost(name: str) -> np.ndarray:
+        return np.array([getattr(one, name) for one in problem.layer])
+
+    latency, turn = where.ring[0][:, 0], (c.data - 1) / c.data * where.ring[1][:, 0]
+    parameters = costs.layer_parameters(model, c.layer_sizes)
+    item, reduced = costs.ITEM[model.dtype], costs.ITEM[c.reduce_dtype]
+    gather, reduce = latency + parameters * item * turn, latency + parameters * reduced * turn
+    forward = gather + model.layers * np.maximum(cost("forward"), gather)
+    backward = model.layers * np.maximum(cost("backward"), gather + reduce) + reduce
+    tables = problem.embedding_parameters * turn * (2 * item + reduced)  # gathered twice, reduced once
+    held = (problem.layer_parameters + problem.embedding_parameters) / c.data
+    micro_batch = forward + backward + cost("embedding") + cost("head") + tables
+    return c.micro_batches * micro_batch + held * cost("optimizer")

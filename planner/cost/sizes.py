@@ -33,6 +33,11 @@ class Sizes:
         c = self.candidate
         return c.micro_batch, self.model.sequence // c.parts, self.model.hidden
 
+    def _factors(self, rank: int) -> int:
+        """Return the bytes of a message between stages as low-rank factors in the compute dtype."""
+        rows, tokens, columns = self._message_shape
+        return rank * (rows * tokens + columns) * costs.ITEM[self.model.dtype]
+
     @functools.cached_property
     def activation(self) -> int:
         """Bytes of a message with activations on the wire."""
@@ -41,7 +46,7 @@ class Sizes:
             return self.message
         if c.coded.forward is not None:
             return c.coded.message_bytes(self._message_shape, self.model.dtype, "forward")
-        return costs.packed_bytes(self.model, c.micro_batch, c.coded.forward_rank, c.parts)
+        return self._factors(c.coded.forward_rank)
 
     @functools.cached_property
     def packed(self) -> int:
@@ -51,7 +56,7 @@ class Sizes:
             # A codec may refuse the shape if it compresses none of them.
             compresses = c.backward != "none"
             return c.coded.message_bytes(self._message_shape, model.dtype) if compresses else self.message
-        return costs.packed_bytes(model, c.micro_batch, c.backward_rank, c.parts)
+        return self._factors(c.backward_rank)
 
     @functools.cached_property
     def layer_parameters(self) -> int:

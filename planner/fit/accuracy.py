@@ -14,6 +14,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from scipy import stats
 
 from paxtrain.errors import UserError
+from planner.fit import memory
 from planner.fit.trials import Trial
 
 Array = np.ndarray
@@ -98,7 +99,8 @@ class Scores:
     """Errors as fractions of the measured time, and ranks from -1 to 1; NaN if there are too few rows.
 
     A group is the rows with equal (cluster, hidden, layers, devices, global_batch), among which a plan would be chosen.
-    The regret of a group is the measured time of the row predicted best over that of the best row, less 1.
+    The regret of a group is the measured time of the row that would be chosen over that of the best row, less 1. That
+    is the row of least expected time among those that are said to fit into memory.
 
     Attributes:
         n: number of rows scored.
@@ -112,6 +114,7 @@ class Scores:
         groups: number of groups with two scored rows or more.
         spearman_in_groups: mean rank correlation over the groups.
         kendall_in_groups: mean rank correlation over the groups.
+        coverage: share of the rows that lie in their interval of 80%.
     """
 
     n: float
@@ -125,10 +128,11 @@ class Scores:
     groups: float
     spearman_in_groups: float
     kendall_in_groups: float
+    coverage: float = math.nan
 
     def json(self) -> dict[str, float | int | None]:
         """Return the values of the last line of output; ranks are over all rows together, and NaN becomes null."""
-        names = ("n", "n_fit", "mape", "median_ape", "spearman", "kendall", "regret_mean", "regret_max", "groups")
+        names = [field.name for field in dataclasses.fields(self) if field.name != "kendall_in_groups"]
         values = {name: float(getattr(self, name)) for name in names}
         return {name: None if math.isnan(x) else int(x) if x == int(x) else round(x, 6) for name, x in values.items()}
 
@@ -145,24 +149,66 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(kept)) if kept else math.nan
 
 
-def score(trials: Sequence[Trial], predicted: Array, n_fit: float) -> Scores:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Forecast:
+    """What is predicted of runs, each field an array over them.
+
+    Attributes:
+        seconds: predicted seconds of a step.
+        chosen_by: what the best is chosen by: expected seconds, inf for runs that are said not to fit into memory.
+        low: seconds below which one of ten runs stays.
+        high: seconds above which one of ten runs is.
+        memory: predicted peak of a device's memory, in bytes.
+        fits: probability that the run fits into memory.
+    """
+
+    seconds: Array
+    chosen_by: Array
+    low: Array
+    high: Array
+    memory: Array
+    fits: Array
+
+    def take(self, rows: Sequence[int]) -> "Forecast":
+        """Return the forecast of some of the runs."""
+        return Forecast(*(getattr(self, field.name)[list(rows)] for field in dataclasses.fields(self)))
+
+    def put(self, rows: Array, other: "Forecast") -> None:
+        """Replace the forecast of some of the runs."""
+        for field in dataclasses.fields(self):
+            getattr(self, field.name)[rows] = getattr(other, field.name)
+
+
+def groups(trials: Sequence[Trial]) -> list[Array]:
+    """Return the indices of the runs of each group, in each of which a plan would be chosen."""
+    found: dict[tuple, list[int]] = {}
+    for i, trial in enumerate(trials):
+        found.setdefault(trial.group, []).append(i)
+    return [np.array(members) for members in found.values()]
+
+
+def within(trials: Sequence[Trial], factor: float) -> list[int]:
+    """Return the indices of the measured runs that took at most some times what the best of their group took."""
+    measured = np.array([trial.seconds or math.inf for trial in trials])
+    near = [i[measured[i] <= factor * measured[i].min()] for i in groups(trials)]
+    return sorted(int(i) for some in near for i in some if math.isfinite(measured[i]))
+
+
+def score(trials: Sequence[Trial], forecast: Forecast, n_fit: float) -> Scores:
     """Score predictions of measured runs.
 
     Args:
         trials: the runs, with measured seconds.
-        predicted: [trials] seconds.
+        forecast: predictions of them.
         n_fit: number of rows that were fitted.
     """
     if not trials:
         undefined = dict.fromkeys((field.name for field in dataclasses.fields(Scores)), math.nan)
         return Scores(**(undefined | {"n": 0, "n_fit": n_fit, "groups": 0}))
-    measured = np.array([trial.seconds for trial in trials])
+    measured, predicted = np.array([trial.seconds for trial in trials]), forecast.seconds
     errors = np.abs(predicted - measured) / measured
-    groups: dict[tuple, list[int]] = {}
-    for i, trial in enumerate(trials):
-        groups.setdefault(trial.group, []).append(i)
-    several = [members for members in groups.values() if len(members) > 1]
-    regrets = [measured[i[np.argmin(predicted[i])]] / measured[i].min() - 1 for i in map(np.array, several)]
+    several = [members for members in groups(trials) if len(members) > 1]
+    regrets = [measured[i[np.argmin(forecast.chosen_by[i])]] / measured[i].min() - 1 for i in several]
     inside = [_ranks(predicted[i], measured[i]) for i in several]
     spearman, kendall = _ranks(predicted, measured)
     return Scores(
@@ -177,6 +223,67 @@ def score(trials: Sequence[Trial], predicted: Array, n_fit: float) -> Scores:
         groups=len(several),
         spearman_in_groups=_mean([s for s, _ in inside]),
         kendall_in_groups=_mean([k for _, k in inside]),
+        coverage=float(np.mean((forecast.low <= measured) & (measured <= forecast.high))),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryScores:
+    """How good predicted peaks of memory are; NaN if there are no rows.
+
+    Attributes:
+        n: runs whose peak was measured.
+        mape: mean of |predicted - measured| / measured.
+        median_ape: median of the same.
+        failed: runs that failed.
+        recall: share of the failed runs that are said not to fit.
+        false_alarms: share of the runs that ran of which that is said.
+        elsewhere: failed runs whose predicted peak is below half of the memory: other faults, or wrong predictions.
+    """
+
+    n: int
+    mape: float
+    median_ape: float
+    failed: int
+    recall: float
+    false_alarms: float
+    elsewhere: int
+
+    def text(self) -> str:
+        """Return the scores as a line."""
+        return (
+            f"memory: {self.n} peaks, MAPE {self.mape:.1%}, median {self.median_ape:.1%}; of {self.failed} runs that "
+            f"failed {self.recall:.1%} are said not to fit, of those that ran {self.false_alarms:.1%}; by prediction "
+            f"{self.elsewhere} of the failed need less than half of the memory"
+        )
+
+
+def memory_scores(trials: Sequence[Trial], forecast: Forecast) -> MemoryScores | None:
+    """Score predicted peaks and failures of runs; None if nothing was measured of them.
+
+    Args:
+        trials: the runs.
+        forecast: predictions of them.
+    """
+    peaks = np.array([trial.memory or math.nan for trial in trials])
+    failed, ran = (
+        np.array([trial.failed for trial in trials]),
+        np.array([trial.seconds is not None for trial in trials]),
+    )
+    measured = ~np.isnan(peaks)
+    if not measured.any():
+        return None
+    errors = np.abs(forecast.memory[measured] / peaks[measured] - 1)
+    too_large = forecast.fits < 0.5
+    room = np.array([memory.capacity(trial) for trial in trials])
+
+    def share(of: Array) -> float:
+        return float(too_large[of].mean()) if of.any() else math.nan
+
+    elsewhere = int((failed & (forecast.memory < room / 2)).sum())
+    middle = float(np.median(errors))
+    return MemoryScores(
+        int(measured.sum()), float(errors.mean()), middle, int(failed.sum()), share(failed), share(ran), elsewhere
     )
 
 
@@ -186,7 +293,20 @@ def mean(scores: Sequence[Scores]) -> Scores:
     return Scores(*(_mean([getattr(s, name) for s in scores]) for name in names))
 
 
-_HEADINGS = ("rows", "fitted", "MAPE", "median", "Spearman", "Kendall", "in groups", "", "groups", "regret", "worst")
+_HEADINGS = (
+    "rows",
+    "fitted",
+    "MAPE",
+    "median",
+    "Spearman",
+    "Kendall",
+    "in groups",
+    "",
+    "groups",
+    "regret",
+    "worst",
+    "in 80%",
+)
 
 
 def table(rows: Sequence[tuple[str, Scores]]) -> Iterator[str]:
@@ -203,7 +323,7 @@ def table(rows: Sequence[tuple[str, Scores]]) -> Iterator[str]:
     for name, s in rows:
         ranks = [rank(x) for x in (s.spearman, s.kendall, s.spearman_in_groups, s.kendall_in_groups)]
         cells = [f"{s.n:g}", f"{s.n_fit:g}", percent(s.mape), percent(s.median_ape), *ranks, f"{s.groups:g}"]
-        cells += [percent(s.regret_mean), percent(s.regret_max)]
+        cells += [percent(s.regret_mean), percent(s.regret_max), percent(s.coverage)]
         yield f"{name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
 
 

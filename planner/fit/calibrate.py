@@ -1,152 +1,95 @@
-"""Constants of clusters fitted to measured runs.
+"""Constants of clusters and of trainers fitted to measured runs.
 
 Least squares minimize the logarithm of predicted over measured seconds, for all clusters together. Every constant has a
-value per cluster, with a prior at a value that all clusters share, which has a prior at a typical value. A cluster with
-few fitted rows, or none, thus takes over the values of the others. Layer-cost factors, one per (device kind, hidden,
-tensor, micro-batch), have a prior at 1, and a device kind's speed has one at its datasheet's. A prior's weight is the
+value for each of its owners, clusters or trainers, with a prior at a value that all owners share, which has a prior at
+a typical value. A cluster with few fitted rows, or none, thus takes over the values of the others. Layer-cost factors,
+one per (device kind, hidden, tensor, micro-batch), have a prior at 1, and a device kind's speed has one at its
+datasheet's. A prior's weight is the
 ratio of the noise of the measurements to its spread. An outlier counts by its distance, not by its square.
+
+Some runs stall (planner.fit.stalls). Which do is not known: expectation maximization gives each row the probability
+that it has stalled, and fits what it takes both ways, weighted by that.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from scipy import optimize
+from scipy import optimize, stats
 
-from planner.fit import constants, trial_steps
-from planner.fit.constants import CONSTANTS
-from planner.fit.trial_steps import TrialSteps
+from planner.fit import constants, memory, stalls, trial_steps
+from planner.fit.calibration import (
+    FACTOR_RANGE,
+    FREEDOM,
+    SPEED_RANGE,
+    Calibration,
+    Parameters,
+    Sensitivity,
+    cells,
+    nearly_full,
+    owner,
+)
+from planner.fit.constants import CONSTANTS, NAMES
+from planner.fit.stalls import StallRates
+from planner.fit.trainers import TRAINERS
 from planner.fit.trials import Trial
 
 Array = np.ndarray
-Cell = tuple[str, int, int, int]  # device kind, hidden, tensor, micro-batch
 
-FACTOR_RANGE = (0.5, 2.0)
-SPEED_RANGE = (0.2, 5.0)
 _NOISE, _FACTOR_SPREAD, _SPEED_SPREAD = 0.03, 0.15, 0.4  # standard deviations of logarithms, at first
 _BELIEF = 10  # rows, or factors, that the first two of them count for when they are estimated
-_ROUNDS = 3
-_BETWEEN = 0.5  # spread of a constant among the clusters of a file, over its spread among all clusters
+_ROUNDS = 4
+_BETWEEN = 0.5  # spread of a constant among the owners of a file, over its spread among all
+_KNOWN = 0.3  # the same of a constant that its trainer is known for
 _OUTLIER = 3.0  # times the noise
-_STEP = 1e-5
 _TOLERANCE = 1e-4
-_AT_BOUND = 0.01  # of a range's logarithm
-
-
-def cells(trial: Trial) -> list[Cell]:
-    """Return the layer-cost factors that a run's time depends on, one per device kind."""
-    return [(kind or trial.cluster, trial.hidden, trial.tp, trial.micro_batch) for kind in trial_steps.kinds(trial)]
+_EVALUATIONS = 60  # of a round
+_MOST = 600  # rows that constants are fitted to; more say little more, and take their time
+_WAITS = NAMES.index("stall_seconds")
 
 
 def ranges(trials: Sequence[Trial]) -> Array:
-    """Return [constants, 2] the physical range for one cluster's runs, wider if a device kind or rate is unknown."""
+    """Return [constants, 2] the physical range for one owner's runs, wider if a device kind or rate is unknown."""
     unknown = {name for trial in trials for name, known in constants.known(trial).items() if not known}
     widths = [c.wide if c.name in unknown else 1.0 for c in CONSTANTS]
     return np.array([(c.low / wide, c.high * wide) for c, wide in zip(CONSTANTS, widths)])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Calibration:
-    """Fitted values.
+class _LeastSquares:
+    """The problem over logarithms of value / typical: shared constants, their owners', speeds and factors.
 
-    Attributes:
-        clusters: constants of each cluster, in the order of CONSTANTS.
-        ranges: physical ranges of each cluster's constants [constants, 2].
-        shared: constants for a cluster without any known row.
-        speeds: speed of each device kind over its datasheet's.
-        factors: factors on a layer's cost.
-        fitted: number of rows that each cluster's constants were fitted to.
-        method: how stages compose an iteration, one of trial_steps.METHODS.
+    Each row has two residuals: as a run that has not stalled, and as one that has.
     """
 
-    clusters: dict[str, Array]
-    ranges: dict[str, Array]
-    shared: Array
-    speeds: dict[str, float]
-    factors: dict[Cell, float]
-    fitted: dict[str, int]
-    method: str
-
-    def predict(self, trials: Sequence[Trial]) -> Array:
-        """Return the predicted seconds of an iteration [trials]."""
-        model = TrialSteps(trials, self.method)
-        values = np.array([self.clusters.get(trial.cluster, self.shared) for trial in trials])
-        speed, factor = np.ones((2, len(trials), model.slots))
-        for i, trial in enumerate(trials):
-            for slot, (kind, cell) in enumerate(zip(trial_steps.kinds(trial), cells(trial))):
-                speed[i, slot] = self.speeds.get(kind, 1.0)
-                factor[i, slot] = self.factors.get(cell, 1.0)
-        return model.seconds(values[None], speed[None], factor[None])[0]
-
-    def describe(self) -> dict[str, Any]:
-        """Return JSON values: every fitted value with its unit, its range and whether it lies at an end of it."""
-
-        def entry(value: float, low: float, high: float, **more: Any) -> dict[str, Any]:
-            place = np.log(value / low) / np.log(high / low)
-            at = "low" if place < _AT_BOUND else "high" if place > 1 - _AT_BOUND else None
-            return {"value": float(value), **more, "low": float(low), "high": float(high), "at_bound": at}
-
-        return {
-            "method": self.method,
-            "clusters": {
-                name: {
-                    "rows_fitted": self.fitted.get(name, 0),
-                    "constants": {
-                        c.name: entry(value, low, high, unit=c.unit, typical=c.typical, meaning=c.meaning)
-                        for c, value, (low, high) in zip(CONSTANTS, values, self.ranges[name])
-                    },
-                }
-                for name, values in self.clusters.items()
-            },
-            "device_speeds": [
-                {"device_kind": kind, **entry(value, *SPEED_RANGE, unit="of the datasheet's")}
-                for kind, value in sorted(self.speeds.items())
-            ],
-            "layer_cost_factors": [
-                {
-                    **dict(zip(("device_kind", "hidden", "tp", "micro_batch"), cell)),
-                    **entry(value, *FACTOR_RANGE, unit="of the model's"),
-                }
-                for cell, value in sorted(self.factors.items())
-            ],
-        }
-
-
-class _LeastSquares:
-    """The problem over logarithms of value / typical: shared constants, each cluster's, speeds and factors."""
-
-    def __init__(self, fitted: Sequence[Trial], everything: Sequence[Trial], method: str) -> None:
-        self.model = TrialSteps(fitted, method)
+    def __init__(self, fitted: Sequence[Trial], everything: Sequence[Trial], method: str, full: Array) -> None:
+        self.full = full
+        self.fitted = list(fitted)
         self.measured = np.log(np.array([trial.seconds for trial in fitted], float))
-        self.clusters = list(dict.fromkeys(trial.cluster for trial in everything))
-        self.ranges = {name: ranges([trial for trial in everything if trial.cluster == name]) for name in self.clusters}
-        self.noise, self.factor_spread = _NOISE, _FACTOR_SPREAD
+        clusters = list(dict.fromkeys(trial.cluster for trial in everything))
+        self.trainers = {name: next(t.trainer for t in everything if t.cluster == name) for name in clusters}
+        owned: dict[tuple[str, str], list[Trial]] = {("cluster", name): [] for name in clusters}
+        owned |= {("trainer", trial.trainer): [] for trial in everything if trial.trainer}
+        for trial in everything:
+            for key in {owner(trial, "cluster"), owner(trial, "trainer")}:
+                owned[key].append(trial)
+        self.ranges = {key: ranges(some) for key, some in owned.items()}
         kinds = sorted({kind for trial in fitted for kind in trial_steps.kinds(trial) if kind})
-        self.kinds = kinds if len(kinds) > 1 else []  # the speed of a single kind is the same as the efficiencies
-        self.cells = sorted({cell for trial in fitted for cell in cells(trial)})
-        k, slots = len(CONSTANTS), self.model.slots
-        first_kind = k * (1 + len(self.clusters))
-        first_cell = first_kind + len(self.kinds)
-        self.size = first_cell + len(self.cells)
-        kind_at = {kind: first_kind + i for i, kind in enumerate(self.kinds)}
-        cell_at = {cell: first_cell + i for i, cell in enumerate(self.cells)}
-        # For each row, the indices of its constants, speeds and factors; index `size` is a parameter that stays 0.
-        self.index = np.full((len(fitted), k + 2 * slots), self.size)
-        for row, trial in enumerate(fitted):
-            self.index[row, :k] = k * (1 + self.clusters.index(trial.cluster)) + np.arange(k)
-            for slot, (kind, cell) in enumerate(zip(trial_steps.kinds(trial), cells(trial))):
-                self.index[row, k + slot] = kind_at.get(kind, self.size)
-                self.index[row, k + slots + slot] = cell_at[cell]
-        self.typical = np.array([c.typical for c in CONSTANTS])
-        self.first_kind, self.first_cell = first_kind, first_cell
-        self._at: Array | None = None
+        # The speed of a single kind is the same as the efficiencies.
+        found = sorted({cell for trial in fitted for cell in cells(trial)})
+        self.parameters = Parameters(owned, kinds if len(kinds) > 1 else [], found)
+        self.size = self.parameters.size
+        self.model = Sensitivity(fitted, method, self.parameters)
+        self.stalls = np.array([run.stalls for run in self.model.steps.runs], float)
+        self.cluster = np.array([clusters.index(trial.cluster) for trial in fitted])
+        self.clusters = clusters
+        self.noise, self.factor_spread = np.full(len(clusters), _NOISE), _FACTOR_SPREAD
+        self.rates = [StallRates()] * len(clusters)
+        self.stalled = np.zeros(len(fitted))  # probability that each has
         self._set_priors()
 
     def _set_priors(self) -> None:
-        k, first_kind = len(CONSTANTS), self.first_kind
-        spread = np.array([c.spread for c in CONSTANTS])
-        bounds = np.log(np.array(list(self.ranges.values())) / self.typical[:, None])  # [clusters, constants, 2]
+        k, p = len(CONSTANTS), self.parameters
+        typical, spread = np.array([c.typical for c in CONSTANTS]), np.array([c.spread for c in CONSTANTS])
+        bounds = np.log(np.array(list(self.ranges.values())) / typical[:, None])  # [owners, constants, 2]
         # Without a datasheet, a constant varies with its range and says little about other clusters.
         wide = np.array([c.wide for c in CONSTANTS])
         widened = np.ptp(bounds, axis=2) > np.log([c.high / c.low for c in CONSTANTS]) + 1e-9
@@ -155,72 +98,104 @@ class _LeastSquares:
             [
                 np.stack([bounds[..., 0].min(0), bounds[..., 1].max(0)]),
                 *bounds.transpose(0, 2, 1),
-                np.log(SPEED_RANGE)[:, None].repeat(len(self.kinds), 1),
-                np.log(FACTOR_RANGE)[:, None].repeat(len(self.cells), 1),
+                np.log(SPEED_RANGE)[:, None].repeat(len(p.kinds), 1),
+                np.log(FACTOR_RANGE)[:, None].repeat(len(p.cells), 1),
             ],
             axis=1,
         )
-        # One row per prior: 1 / spread at its parameter and, for a cluster's constant, - 1 / spread at the shared one.
+        # One row per prior: 1 / spread at its parameter and, for an owner's constant, - 1 / spread at the shared one.
         diagonal = np.concatenate(
             [
                 spread,
                 between.ravel(),
-                np.full(len(self.kinds), _SPEED_SPREAD),
-                np.full(len(self.cells), self.factor_spread),
+                np.full(len(p.kinds), _SPEED_SPREAD),
+                np.full(len(p.cells), self.factor_spread),
             ]
         )
-        self.prior = np.diag(1 / diagonal)
-        own = np.arange(k, first_kind)
+        self.prior, self.center = np.diag(1 / diagonal), np.zeros(len(diagonal))
+        own = np.arange(k, p.first_kind)
         self.prior[own, own % k] = -1 / diagonal[own]
+        for (of, name), at in p.at.items():
+            trainer = TRAINERS[name if of == "trainer" else self.trainers[name]]
+            for constant, value in trainer.typical.items():
+                i = NAMES.index(constant)
+                self.prior[at + i, [at + i, i]] = 1 / (_KNOWN * spread[i]), 0.0
+                self.center[at + i] = np.log(value / typical[i]) / (_KNOWN * spread[i])
 
-    def _log_seconds(self, parameters: Array) -> Array:
-        """Return [1 + constants + 2 slots, rows]: at the parameters, and a step away in each of a row's own.
+    def _both(self, values: Array) -> tuple[Array, Array, Array, Array]:
+        """Return logarithms of the seconds of plain and of stalled runs [rows], and their slopes [rows, values]."""
+        seconds, slopes = self.model(values)
+        at = self.model.index[:, _WAITS]
+        waits = self.stalls * np.exp(values[at]) * CONSTANTS[_WAITS].typical
+        stalled = seconds + waits
+        stalled_slopes = slopes * (seconds / stalled)[:, None]
+        stalled_slopes[np.arange(len(at)), at] += waits / stalled
+        return np.log(seconds), np.log(stalled), slopes, stalled_slopes
 
-        All are computed at once and kept, since replaying the schedule once takes hardly less time than for a batch.
-        """
-        if self._at is None or not np.array_equal(self._at, parameters):
-            local = np.append(parameters, 0.0)[self.index]
-            steps = np.concatenate([np.zeros((1, local.shape[1])), _STEP * np.eye(local.shape[1])])
-            values = np.exp(local + steps[:, None])
-            k, slots = len(CONSTANTS), self.model.slots
-            shares, speed, factor = np.split(values, [k, k + slots], axis=2)
-            self._at = parameters.copy()
-            self._found = np.log(self.model.seconds(shares * self.typical, speed, factor))
-        return self._found
+    @property
+    def _weights(self) -> tuple[Array, Array]:
+        """Square roots of the weights of both residuals, over their noise."""
+        noise = self.noise[self.cluster]
+        return np.sqrt(1 - self.stalled) / noise, np.sqrt(self.stalled) / np.hypot(noise, stalls.NOISE)
 
-    def residuals(self, parameters: Array) -> Array:
-        """Return [rows + priors]: logarithms of predicted over measured and of the parameters, over their spreads."""
-        error = self._log_seconds(parameters)[0] - self.measured
-        return np.concatenate([error / self.noise, self.prior @ parameters])
+    def residuals(self, values: Array) -> Array:
+        """Return [2 rows + priors]: logarithms of predicted over measured and of the values, over their spreads."""
+        plain, stalled, *_ = self._both(values)
+        of_plain, of_stalled = self._weights
+        errors = of_plain * (plain - self.measured), of_stalled * (stalled - self.measured)
+        return np.concatenate([*errors, self.prior @ values - self.center])
 
-    def jacobian(self, parameters: Array) -> Array:
-        """Return the Jacobian of the residuals [rows + priors, parameters]."""
-        found = self._log_seconds(parameters)
-        slopes = (found[1:] - found[0]).T / _STEP
-        result = np.zeros((len(self.measured), self.size + 1))
-        np.add.at(result, (np.arange(len(result))[:, None], self.index), slopes / self.noise)
-        return np.concatenate([result[:, :-1], self.prior])
+    def jacobian(self, values: Array) -> Array:
+        """Return the Jacobian of the residuals [2 rows + priors, values]."""
+        *_, slopes, stalled_slopes = self._both(values)
+        of_plain, of_stalled = self._weights
+        return np.concatenate([of_plain[:, None] * slopes, of_stalled[:, None] * stalled_slopes, self.prior])
 
-    def estimate_spreads(self, parameters: Array) -> None:
-        """Estimate the noise and the spread of the factors from the fit at `parameters` (a step of EM)."""
-        jacobian, residuals = self.jacobian(parameters), self.residuals(parameters)
-        rows = len(self.measured)
-        squares = residuals[:rows] ** 2
-        weights = 1 / np.sqrt(1 + squares / _OUTLIER**2)
-        data = jacobian[:rows] * np.sqrt(weights)[:, None]
-        covariance = np.linalg.inv(data.T @ data + self.prior.T @ self.prior)
-        free = rows - np.einsum("ij,jk,ik->", data, covariance, data)
-        noise = self.noise**2 * (weights * squares).sum()
-        factors = slice(self.first_cell, self.size)
-        spread = (parameters[factors] ** 2 + np.diag(covariance)[factors]).sum()
-        count = self.size - self.first_cell
-        self.noise = max(_NOISE, np.sqrt((_BELIEF * _NOISE**2 + noise) / (_BELIEF + free)))
+    def estimate_stalls(self, values: Array) -> None:
+        """Estimate which rows have stalled, and how often each cluster's do (a step of expectation maximization)."""
+        plain, stalled, *_ = self._both(values)
+        noise = self.noise[self.cluster]
+        wide = np.hypot(noise, stalls.NOISE)
+        as_plain = stats.t.pdf((self.measured - plain) / noise, FREEDOM) / noise
+        as_stalled = stats.t.pdf((self.measured - stalled) / wide, FREEDOM) / wide
+        chance = np.empty(len(plain))
+        for i in range(len(self.clusters)):
+            here = np.flatnonzero(self.cluster == i)
+            chance[here] = self.rates[i].probability([self.fitted[n] for n in here], self.full[here])
+        self.stalled = chance * as_stalled / (chance * as_stalled + (1 - chance) * as_plain)
+        for i in range(len(self.clusters)):
+            here = np.flatnonzero(self.cluster == i)
+            self.rates[i] = stalls.fit([self.fitted[n] for n in here], self.full[here], self.stalled[here])
+
+    def covariance(self, values: Array) -> Array:
+        """Return the covariance of the values [size, size]."""
+        jacobian, residuals = self.jacobian(values), self.residuals(values)
+        rows = 2 * len(self.measured)
+        data = jacobian[:rows] * (1 + residuals[:rows] ** 2 / _OUTLIER**2)[:, None] ** -0.25
+        return np.linalg.inv(data.T @ data + self.prior.T @ self.prior)
+
+    def estimate_spreads(self, values: Array) -> None:
+        """Estimate each cluster's noise and the spread of the factors from the fit (a step of EM)."""
+        covariance = self.covariance(values)
+        plain, _, slopes, _ = self._both(values)
+        squares = (plain - self.measured) ** 2
+        noise = self.noise[self.cluster]
+        weights = (1 - self.stalled) * (FREEDOM + 1) / (FREEDOM + squares / noise**2)  # of the t distribution
+        known = np.einsum("ij,jk,ik->i", slopes, covariance, slopes) / noise**2
+        free = 1 - self.stalled - weights * known
+        for i in range(len(self.clusters)):
+            here = self.cluster == i
+            total = _BELIEF * _NOISE**2 + (weights * squares)[here].sum()
+            self.noise[i] = max(_NOISE, np.sqrt(total / (_BELIEF + max(free[here].sum(), 0.0))))
+        factors = slice(self.parameters.first_cell, self.size)
+        spread = (values[factors] ** 2 + np.diag(covariance)[factors]).sum()
+        count = self.size - self.parameters.first_cell
         self.factor_spread = np.sqrt((_BELIEF * _FACTOR_SPREAD**2 + spread) / (_BELIEF + count))
         self._set_priors()
 
     def loss(self, squares: Array) -> Array:
         """Return the loss and its two derivatives for scipy: pseudo-Huber for measurements, squares for priors."""
-        rows = np.arange(len(squares)) < len(self.measured)
+        rows = np.arange(len(squares)) < 2 * len(self.measured)
         root = np.sqrt(1 + squares / _OUTLIER**2)
         return np.where(
             rows,
@@ -237,10 +212,15 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
         everything: further runs; their clusters get constants as well.
         method: how stages compose an iteration, one of trial_steps.METHODS.
     """
-    problem = _LeastSquares(fitted, [*fitted, *everything], method)
+    peaks = {name: memory.fit([t for t in fitted if t.trainer == name]) for name in {t.trainer for t in fitted}}
+    some = list(fitted)
+    if len(some) > _MOST:
+        some = [fitted[i] for i in np.sort(np.random.default_rng(0).permutation(len(fitted))[:_MOST])]
+    problem = _LeastSquares(some, [*fitted, *everything], method, nearly_full(some, peaks))
     found = np.zeros(problem.size)
     for i in range(_ROUNDS):
         if i:
+            problem.estimate_stalls(found)
             problem.estimate_spreads(found)
         found = optimize.least_squares(
             problem.residuals,
@@ -250,18 +230,20 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
             loss=problem.loss,
             xtol=_TOLERANCE,
             ftol=_TOLERANCE,
-            max_nfev=200,
+            max_nfev=_EVALUATIONS,
         ).x
-    k = len(CONSTANTS)
-    values = np.exp(found[: k * (1 + len(problem.clusters))].reshape(-1, k)) * problem.typical
-    rest = np.exp(found[values.size :])
     counts = [trial.cluster for trial in fitted]
+    noise = dict(zip(problem.clusters, problem.noise.tolist()))
     return Calibration(
-        clusters=dict(zip(problem.clusters, values[1:])),
-        ranges=problem.ranges,
-        shared=values[0],
-        speeds=dict(zip(problem.kinds, rest)),
-        factors=dict(zip(problem.cells, rest[len(problem.kinds) :])),
+        values=found,
+        covariance=problem.covariance(found),
+        parameters=problem.parameters,
+        ranges={name: problem.ranges["cluster", name] for name in problem.clusters},
         fitted={name: counts.count(name) for name in problem.clusters},
+        trainers=problem.trainers,
         method=method,
+        noise=noise | {"": float(np.mean(list(noise.values())))},
+        factor_spread=problem.factor_spread,
+        rates=dict(zip(problem.clusters, problem.rates)) | {"": StallRates()},
+        memory=peaks,
     )

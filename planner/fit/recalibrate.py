@@ -11,22 +11,25 @@ from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster, Shares, between
 
 # The fitted constants that a plan uses; the ratios describe the measured system's own messages.
-SHARES = tuple(field.name for field in dataclasses.fields(Shares) if field.name != "stored_scores")
-LINKS = ("intra_efficiency", "intra_latency", "inter_efficiency", "inter_latency")
+SHARES = tuple(field.name for field in dataclasses.fields(Shares) if field.name not in ("stored_scores", "eager"))
+LINKS = ("intra_efficiency", "intra_latency", "inter_efficiency", "inter_latency", "spread")
 _HUGE = 1e100  # above all constants
 
 
-def fitted_shares(values: Mapping[str, float], speed: float = 1.0, stored_scores: bool = False) -> Shares:
+def fitted_shares(
+    values: Mapping[str, float], speed: float = 1.0, stored_scores: bool = False, eager: bool = False
+) -> Shares:
     """Return fitted shares of data sheets.
 
     Args:
         values: fitted constants by name.
         speed: speed of a device kind over its data sheet's.
         stored_scores: see Shares.
+        eager: see Shares.
     """
     shares: dict[str, float] = {name: values[name] for name in SHARES}
     shares |= {name: speed * values[name] for name in ("matmul", "memory")}
-    return Shares(**shares, stored_scores=stored_scores)
+    return Shares(**shares, stored_scores=stored_scores, eager=eager)
 
 
 def fitted_links(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
@@ -37,11 +40,12 @@ def fitted_links(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
         values: fitted constants by name.
     """
     apart = between(cluster)
+    shared = values["inter_efficiency"] * len(cluster.hosts) ** -values["spread"]
     farther = cluster.alpha - cluster.alpha[apart].min(initial=np.inf) if apart.any() else 0.0
     return dataclasses.replace(
         cluster,
         alpha=np.where(apart, values["inter_latency"] + farther, values["intra_latency"]),
-        samples=cluster.samples * np.where(apart, values["inter_efficiency"], values["intra_efficiency"]),
+        samples=cluster.samples * np.where(apart, shared, values["intra_efficiency"]),
     )
 
 

@@ -5,8 +5,8 @@ fill host after host unless the run says where they are. A tensor group waits fo
 tensor group spans are taken together.
 
 Runs of other systems, such as Megatron-LM, differ from this trainer's: ops begin as soon as their messages are there
-(planner.pipeline.ideal), gradients are reduced in the dtype of the weights once a stage has done its last op, weights
-are not sharded, the tied embedding's gradients are exchanged whole, and attention keeps its scores in memory.
+(planner.pipeline.ideal), the tied embedding's gradients are exchanged whole, and what planner/fit/trainers.py says of
+their trainers: attention may keep its scores in memory, and gradients may be reduced once a stage has done its last op.
 """
 
 import dataclasses
@@ -25,15 +25,20 @@ from planner.cost import closed_forms, compute
 from planner.cost.candidate import Candidate
 from planner.cost.compute import LayerCosts
 from planner.cost.link_seconds import Paths, fabric, paths
+from planner.cost.simulate import sharded_step
 from planner.cost.sizes import MASTER
 from planner.cost.step_time import Executor, Problem, steps
 from planner.fit.constants import NAMES
 from planner.fit.recalibrate import LINKS, fitted_links, fitted_shares
+from planner.fit.trainers import TRAINERS
 from planner.fit.trials import Trial
 from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
 
 Array = np.ndarray
+# What narrower products gain over 16-bit ones: 2 and 4 by the data sheets, to the power of 0.7, because kernels that
+# convert and scale stay as they are.
+_GAINS = {"fp8": 2**0.7, "mxfp8": 2**0.7, "nvfp4": 4**0.7}
 EXECUTORS = {"ideal": "simulate", "paxtrain": "rows"}  # the method that simulates each
 
 
@@ -75,9 +80,9 @@ def candidate(trial: Trial, own: bool) -> Candidate:
         trial: the run.
         own: whether this trainer ran it.
     """
-    v, dtype = trial.virtual_stages, trial.model.dtype
+    v, trainer = trial.virtual_stages, TRAINERS[trial.trainer]
     counts = np.array([[(n + chunk) // v for n in trial.stage_layers] for chunk in reversed(range(v))])
-    again = "layer_inputs" if own else "layers"  # which others run again as a whole
+    saves = {"none": "residuals", "full": "layer_inputs" if own else "layers"}  # which others run again as a whole
     return Candidate(
         data=trial.dp,
         pipe=trial.pp,
@@ -87,14 +92,15 @@ def candidate(trial: Trial, own: bool) -> Candidate:
         schedule=trial.schedule,
         counts=tuple(spec_of(trial.schedule).place(trial.pp, v).by_model(counts).tolist()),
         chunks=v,
-        save=again if trial.recompute else "residuals",
-        zero1=own,
-        reduce_dtype="float32" if own else dtype,
+        save=saves.get(trial.recompute, trial.recompute),
+        zero1=own or trial.sharding != "none",
+        sequence_parallel=trial.sequence_parallel,
+        reduce_dtype="float32" if own or trainer.float32 else trial.model.dtype,
         data_micro_batches=trial.data_micro_batches,
     )
 
 
-def _sheet(kind: str) -> DeviceSheet:
+def sheet(kind: str) -> DeviceSheet:
     """Return the planner's data sheet of a module whose products' shapes were measured, else one of rates alone."""
     rates, key = datasheet(kind) or UNKNOWN, gpus.find(kind)
     if key in gpus.GPUS:
@@ -107,7 +113,7 @@ def cluster_of(trial: Trial) -> Cluster:
 
     Messages of a host share its network.
     """
-    sheets = {kind: _sheet(kind) for kind in kinds(trial)}
+    sheets = {kind: sheet(kind) for kind in kinds(trial)}
     together = max(trial.tp // trial.devices_per_host, 1)
     names, hosts = trial.device_kinds, range(trial.hosts)
     blocks = [names[i - i % together : i - i % together + together] for i in hosts]
@@ -150,13 +156,27 @@ class _TrialRun:
         self.hosts = np.reshape(groups, (trial.pp, trial.dp)).T
         self.kinds = sorted(set(self.cluster.kinds))
         self.slots = [kinds(trial).index(kind) for kind in self.kinds]
+        self.trainer = TRAINERS[trial.trainer]
+        # Messages between stages cross hosts, which keeps the hosts of a tensor group's ranks busy.
+        self.crosses = bool(np.any(self.hosts != np.roll(self.hosts, 1, axis=1)))
+        self.sequence_parallel = trial.sequence_parallel and trial.tp > 1
         # Runs with equal keys have the same links, the same paths, and the same costs.
-        where = (trial.devices_per_host, trial.device_kinds, trial.host_bytes, trial.intra_bytes, self.together)
+        nodes = (trial.devices_per_host, trial.device_kinds, trial.host_bytes, trial.intra_bytes, trial.host_nics)
+        where = (*nodes, self.together)
         self.keys = (
             ("links", *where),
             ("paths", *where, trial.tp, trial.dp, trial.pp, trial.placement),
-            ("costs", *where, trial.model, trial.tp, trial.micro_batch, self.candidate.save),
+            (
+                *("costs", *where, trial.model, trial.tp, trial.micro_batch, self.candidate.save),
+                *(self.crosses, self.sequence_parallel, trial.trainer, trial.precision),
+            ),
         )
+
+    @property
+    def stalls(self) -> int:
+        """Messages of the busiest stage in a step: there and back, of each neighbour."""
+        neighbours = min(self.trial.pp - 1, 2) if self.trial.pp > 1 else 2
+        return 2 * neighbours * self.trial.micro_batches
 
 
 class TrialSteps:
@@ -186,16 +206,23 @@ class TrialSteps:
         problems, placements = [], []
         for n, run in enumerate(self.runs):
             settings = _Settings(constants[:, n], speed[:, n], known)
-            layer = settings.layer(run, stored_scores=not self.own)
+            layer = settings.layer(run, not (self.own or run.trainer.flash), eager=not self.own)
             layer = [_scaled(one, x) for one, x in zip(layer, factor[:, n][:, run.slots].ravel().tolist())]
             problem = Problem(settings.cluster(run, 0), run.trial.model, run.candidate, layer=layer)
-            if not self.own:
+            if not self.own and run.trial.sharding not in run.trainer.overlaps:
                 problem.hides = np.zeros_like(problem.hides)
             problems.append(problem)
             placed = problem.kind_of_host[run.hosts] + len(run.kinds) * np.arange(len(constants))[:, None, None]
             placements.append((settings.paths(run, self.own), placed))
-        found = steps(problems, placements, self.replay)
-        return np.array([step.total for step in found]).T + constants[..., NAMES.index("host_seconds")]
+        # Those whose weights are sharded have no pipeline to replay.
+        whole = [run.trial.sharding == "zero3" for run in self.runs]
+        piped = [n for n, alone in enumerate(whole) if not alone]
+        found = np.empty(constants.shape[:2])
+        for n, step in zip(piped, steps([problems[n] for n in piped], [placements[n] for n in piped], self.replay)):
+            found[:, n] = step.total
+        for n in (n for n, alone in enumerate(whole) if alone):
+            found[:, n] = sharded_step(problems[n], placements[n][0])
+        return found + constants[..., NAMES.index("host_seconds")]
 
 
 class _Settings:
@@ -222,16 +249,20 @@ class _Settings:
 
         return self._once((run.keys[0], *(values[name] for name in LINKS)), make)
 
-    def layer(self, run: _TrialRun, stored_scores: bool) -> list[LayerCosts]:
+    def layer(self, run: _TrialRun, stored_scores: bool, eager: bool) -> list[LayerCosts]:
         """Return a layer's costs on each device kind of a run, in each setting in turn."""
 
         def of(setting: int, kind: str, speed: float) -> LayerCosts:
-            cluster, t = self.cluster(run, setting), run.trial
+            cluster, t, values = self.cluster(run, setting), run.trial, self.values[setting]
             inside = self._once(("inside", id(cluster), kind), lambda: compute.inside(cluster, kind))
-            shares = fitted_shares(self.values[setting], speed, stored_scores)
+            shares = fitted_shares(values, speed, stored_scores, eager)
+            shares = dataclasses.replace(shares, matmul=shares.matmul * _GAINS.get(t.precision, 1.0))
+            if run.crosses:
+                launch = shares.layer_launch + t.tp * values["crossing_launch"]
+                shares = dataclasses.replace(shares, layer_launch=launch)
             c = run.candidate
             how = (t.model, cluster.sheets[kind], c.layer_sizes, t.micro_batch, c.save, inside, shares)
-            return self._once(how, lambda: compute.sheet(*how))
+            return self._once((*how, run.sequence_parallel), lambda: compute.sheet(*how, run.sequence_parallel))
 
         def make() -> list[LayerCosts]:
             each = enumerate(self.speed[:, run.slots].tolist())
@@ -255,19 +286,30 @@ class _Settings:
             # Other systems exchange the whole table, not a data rank's float32 part.
             whole = 1.0 if own else run.trial.dp * run.trial.element_bytes / MASTER
 
+            def value(name: str, like: Array) -> Array:
+                return np.array([one[name] for one in self.values]).reshape(-1, *[1] * (like.ndim - 1))
+
             def scaled(path: tuple[Array, Array], name: str, times: float = 1.0) -> tuple[Array, Array]:
-                ratio = times * np.array([one[name] for one in self.values])
-                return path[0], path[1] * ratio.reshape(-1, *[1] * (path[1].ndim - 1))
+                return path[0], path[1] * times * value(name, path[1])
+
+            def hops(path: tuple[Array, Array]) -> tuple[Array, Array]:
+                lone = max(run.trial.host_nics / run.trial.tp, 1.0) if run.crosses else 1.0  # a flow has one NIC
+                latency, per_byte = scaled(path, "hop_ratio", lone)
+                return latency + run.crosses * value("message_seconds", latency), per_byte
+
+            def collectives(path: tuple[Array, Array]) -> tuple[Array, Array]:
+                latency, per_byte = scaled(path, "data_ratio")
+                return latency * (1 + max(run.trial.stage_layers) * value("buckets", latency)), per_byte
 
             return Paths(
-                forward=scaled(found.forward, "hop_ratio"),
-                backward=scaled(found.backward, "hop_ratio"),
-                ring=scaled(found.ring, "data_ratio"),
-                scatter=scaled(found.scatter, "data_ratio"),
+                forward=hops(found.forward),
+                backward=hops(found.backward),
+                ring=collectives(found.ring),
+                scatter=collectives(found.scatter),
                 swap=scaled(found.swap, "tied_ratio", whole),
             )
 
-        return self._once((run.keys[1], self.key, run.trial.element_bytes), make)
+        return self._once((run.keys[1], self.key, run.trial.element_bytes, max(run.trial.stage_layers)), make)
 
 
 def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:

@@ -3,23 +3,37 @@
 One row is one run of one configuration:
 
     cluster            any name; rows of one cluster share the constants that are fitted
+    trainer            optional: who ran it, one of planner/fit/trainers.py; rows of one trainer share constants, too
     devices            devices that the run used
     devices_per_host   ranks fill host after host, unless placement says otherwise
     device_kinds       optional: one kind for all, or one per host joined by ";", as "A100;A100;V100"
     host_gbit          optional, likewise: Gbit/s of a host's network, each way
     intra_gbit         optional, likewise: Gbit/s between two devices of a host, each way
+    host_nics          optional: flows that leave a host, and enter it, at its full rate over their number; default: 1
+    model              optional: its name
+    family             optional: gpt2 (default) or llama
     hidden, heads, layers, seq, vocab
+    kv_heads, ffn      optional: heads of keys and values (as heads), size of the feed-forward part (4 x hidden)
+    tied_head          optional: 1 if the head uses the embedding's table; default: 1 for gpt2, 0 for llama
+    experts, top_k, expert_ffn    optional: of a mixture of experts; such rows are read, but not predicted
     global_batch, micro_batch
     tp, dp, pp         tensor, data and pipe; ranks count tensor fastest, then data, then pipe
+    context, expert    optional: sizes of further axes; rows with more than 1 are read, but not predicted
+    sequence_parallel  optional: 1 if tensor ranks split the sequence between their matrices; default: 0
+    sharding           optional: what is sharded over data: none (default), zero1, zero2 or zero3
+    shard_group        optional: data ranks among which it is sharded; default: all
     stage_layers       optional: transformer layers of each stage joined by ";"; default: as equal as possible
     schedule           optional: a schedule of paxtrain/schedule/schedules.py, as "eager_1f1b", or "1f1b:5" with 5
                        micro-batches in flight; anything else counts as 1f1b
     virtual_stages     optional: chunks of layers of each stage, all as large, if the schedule interleaves; default: 2
     data_micro_batches optional: micro-batches of each data rank joined by ";"; default: all have as many
     placement          optional: host of each tensor group joined by ";", numbered from 0, in the order of the ranks
-    recompute          1 if activations are recomputed in the backward pass, else 0
+    recompute          what the backward computes again: 0 or none, 1 or full, or scores, half_layers, half_products
     dtype              dtype of activations and weights: fp16, bf16 or fp32
+    precision          optional: dtype of matrix products, fp8, mxfp8 or nvfp4 too; default: dtype
     seconds            seconds of one iteration; empty or inf: not run
+    memory_gb          optional: peak of a device's allocated memory, in 1e9 bytes
+    failed             optional: 1 if the run ran out of memory or crashed
 
 Optional columns may be missing or empty. Other columns are kept and not read.
 """
@@ -31,26 +45,39 @@ import functools
 import io
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from paxtrain import files
 from paxtrain.config import ModelConfig
+from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError, whole
 from paxtrain.schedule.schedules import FAMILY, names, spec_of
+from planner.fit.trainers import TRAINERS
 
 _SIZES = ("hidden", "heads", "layers", "seq", "vocab", "global_batch", "micro_batch", "tp", "dp", "pp")
 _COUNTS = ("devices", "devices_per_host", *_SIZES)
-_OF_HOSTS = ("device_kinds", "host_gbit", "intra_gbit")
+_OF_HOSTS = ("device_kinds", "host_gbit", "intra_gbit", "host_nics")
 _OF_RANKS = ("stage_layers", "schedule", "virtual_stages", "data_micro_batches", "placement")
-OPTIONAL = (*_OF_HOSTS, *_OF_RANKS)
+_OF_MODELS = ("model", "family", "kv_heads", "ffn", "tied_head", "experts", "top_k", "expert_ffn")
+_OF_PLANS = ("context", "expert", "sequence_parallel", "sharding", "shard_group", "precision")
+_OF_RESULTS = ("memory_gb", "failed")
+OPTIONAL = ("trainer", *_OF_HOSTS, *_OF_RANKS, *_OF_MODELS, *_OF_PLANS, *_OF_RESULTS)
 COLUMNS = (
-    *("cluster", "devices", "devices_per_host"),
+    *("cluster", "trainer", "devices", "devices_per_host"),
     *_OF_HOSTS,
-    *_SIZES,
+    *_OF_MODELS[:2],
+    *_SIZES[:5],
+    *_OF_MODELS[2:],
+    *_SIZES[5:],
+    *_OF_PLANS[:-1],
     *_OF_RANKS,
-    *("recompute", "dtype", "seconds"),
+    *("recompute", "dtype", "precision", "seconds"),
+    *_OF_RESULTS,
 )
 _BYTES = {"fp16": 2, "float16": 2, "half": 2, "bf16": 2, "bfloat16": 2, "fp32": 4, "float32": 4, "tf32": 4, "float": 4}
+RECOMPUTED = ("none", "full", "scores", "half_layers", "half_products")  # 0 and 1 stand for the first two
+SHARDINGS = ("none", "zero1", "zero2", "zero3")
+PRECISIONS = (*_BYTES, "fp8", "mxfp8", "nvfp4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +89,7 @@ class Trial:
         host_bytes: bytes/s of each host's network; None if unknown.
         intra_bytes: bytes/s between two devices of each host; None if unknown.
         stage_layers: transformer layers of each stage.
+        recompute: one of RECOMPUTED.
         schedule: its name, see `paxtrain.schedule.schedules.spec_of`.
         virtual_stages: chunks of layers of each stage.
         data_micro_batches: micro-batches of each data rank; empty: all have as many.
@@ -69,6 +97,11 @@ class Trial:
         element_bytes: bytes of one number of dtype.
         seconds: seconds of one iteration; None if not run.
         columns: the row as it was read.
+        kv_heads: heads of keys and values; 0: as many as heads.
+        ffn: size of the feed-forward part; 0: 4 x hidden.
+        shard_group: data ranks among which weights or their gradients are sharded; 0: all.
+        precision: dtype of matrix products.
+        memory: peak of a device's allocated memory, in bytes; None if unknown.
     """
 
     cluster: str
@@ -88,7 +121,7 @@ class Trial:
     dp: int
     pp: int
     stage_layers: tuple[int, ...]
-    recompute: bool
+    recompute: str
     element_bytes: int
     seconds: float | None
     columns: dict[str, str] = dataclasses.field(repr=False, compare=False)
@@ -96,19 +129,38 @@ class Trial:
     virtual_stages: int = 1
     data_micro_batches: tuple[int, ...] = ()
     placement: tuple[int, ...] = ()
+    trainer: str = ""
+    host_nics: int = 1
+    family: str = "gpt2"
+    kv_heads: int = 0
+    ffn: int = 0
+    tied_head: bool = True
+    experts: int = 0
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+    sharding: str = "none"
+    shard_group: int = 0
+    precision: str = "bf16"
+    memory: float | None = None
+    failed: bool = False
 
     @functools.cached_property
     def model(self) -> ModelConfig:
-        """The model that was trained; its vocabulary is padded so that it divides.
+        """The model that was trained, without its experts; its vocabulary is padded so that it divides.
 
         Raises:
             UserError: there is no such model.
         """
         return ModelConfig(
+            family=self.family,
             vocab_size=self.vocab,
             layers=self.layers,
             hidden=self.hidden,
             heads=self.heads,
+            kv_heads=self.kv_heads,
+            intermediate=self.ffn,
+            tied_head=self.tied_head,
             sequence=self.seq,
             vocab_multiple=self.tp,
             dtype="bfloat16" if self.element_bytes == 2 else "float32",
@@ -128,6 +180,18 @@ class Trial:
     def group(self) -> tuple[str, int, int, int, int]:
         """The givens of a choice of configuration: (cluster, hidden, layers, devices, global_batch)."""
         return self.cluster, self.hidden, self.layers, self.devices, self.global_batch
+
+    @property
+    def beyond(self) -> str:
+        """What of the run no prediction knows: axes, experts, precisions; "" if all is known."""
+        facts = {
+            f"a context axis of {self.context}": self.context > 1,
+            f"an expert axis of {self.expert}": self.expert > 1,
+            f"{self.experts} experts": self.experts > 0,
+            f"weights sharded over groups of {self.shard_group} data ranks": 0 < self.shard_group < self.dp,
+            f"{self.sharding} with pp={self.pp}": self.sharding == "zero3" and self.pp > 1,
+        }
+        return ", ".join(text for text, here in facts.items() if here)
 
     @property
     def cell(self) -> tuple[int, int, int]:
@@ -265,6 +329,34 @@ def _placement(text: str, n: dict[str, int], hosts: int) -> tuple[int, ...]:
     return found
 
 
+def _choice(name: str, text: str, among: Collection[str], default: str) -> str:
+    """Return one of some words, in small letters."""
+    found = text.lower() or default
+    if found not in among:
+        raise UserError(f"{name} must be one of {', '.join(among)}, got {text!r}")
+    return found
+
+
+def _flag(name: str, text: str, default: bool) -> bool:
+    if text not in ("", "0", "1"):
+        raise UserError(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1" if text else default
+
+
+def _recompute(text: str) -> str:
+    names = ("0", "1", *RECOMPUTED)
+    if not text:
+        raise UserError(f"recompute must be one of {', '.join(names)}, got an empty cell")
+    found = _choice("recompute", text, names, "")
+    return {"0": "none", "1": "full"}.get(found, found)
+
+
+def _optional_counts(row: dict[str, str], **defaults: int) -> dict[str, int]:
+    """Return counts of cells that may be empty; 0, and n/a, count as empty."""
+    given = {name: "" if row[name].lower() in ("0", "n/a") else row[name] for name in defaults}
+    return {name: _count(name, given[name]) if given[name] else default for name, default in defaults.items()}
+
+
 def parse(columns: dict[str, str]) -> Trial:
     """Parse one row of the table.
 
@@ -275,33 +367,45 @@ def parse(columns: dict[str, str]) -> Trial:
     if not row["cluster"]:
         raise UserError("cluster must have a name, got an empty cell")
     n = {name: _count(name, row[name]) for name in _COUNTS}
-    if n["tp"] * n["dp"] * n["pp"] != n["devices"]:
-        raise UserError(f"tp={n['tp']} x dp={n['dp']} x pp={n['pp']} must make devices={n['devices']}")
-    if row["recompute"] not in ("0", "1"):
-        raise UserError(f"recompute must be 0 or 1, got {row['recompute']!r}")
+    more = _optional_counts(row, kv_heads=0, ffn=0, experts=0, context=1, expert=1, shard_group=0, host_nics=1)
+    whole_mesh = n["tp"] * n["dp"] * n["pp"] * more["context"]
+    if whole_mesh != n["devices"]:
+        context = f" x context={more['context']}" if more["context"] > 1 else ""
+        raise UserError(f"tp={n['tp']} x dp={n['dp']} x pp={n['pp']}{context} must make devices={n['devices']}")
     if n["tp"] % n["devices_per_host"] and n["devices_per_host"] % n["tp"]:
         raise UserError(f"tp={n['tp']} must divide devices_per_host={n['devices_per_host']} or be a multiple of it")
-    if row["dtype"].lower() not in _BYTES:
-        raise UserError(f"dtype must be one of {', '.join(_BYTES)}, got {row['dtype']!r}")
+    dtype = _choice("dtype", row["dtype"], _BYTES, "")
     hosts = -(-n["devices"] // n["devices_per_host"])
     schedule, virtual_stages = _schedule(row["schedule"], n["pp"], row["virtual_stages"])
+    family = _choice("family", row["family"], FAMILIES, "gpt2")
+    memory = row["memory_gb"]
     trial = Trial(
         cluster=row["cluster"],
+        trainer=_choice("trainer", row["trainer"], TRAINERS, ""),
         device_kinds=tuple(_per_host("device_kinds", row["device_kinds"], hosts)),
         host_bytes=_rates("host_gbit", row["host_gbit"], hosts),
         intra_bytes=_rates("intra_gbit", row["intra_gbit"], hosts),
         stage_layers=_stage_layers(row["stage_layers"], n["layers"], n["pp"]),
-        recompute=row["recompute"] == "1",
-        element_bytes=_BYTES[row["dtype"].lower()],
+        recompute=_recompute(row["recompute"]),
+        element_bytes=_BYTES[dtype],
         seconds=_seconds(row["seconds"]),
         columns=columns,
         schedule=schedule,
         virtual_stages=virtual_stages,
         data_micro_batches=_data_micro_batches(row["data_micro_batches"], n),
         placement=_placement(row["placement"], n, hosts),
+        family=family,
+        tied_head=_flag("tied_head", row["tied_head"], FAMILIES[family].biases),
+        sequence_parallel=_flag("sequence_parallel", row["sequence_parallel"], False),
+        sharding=_choice("sharding", row["sharding"], SHARDINGS, "none"),
+        precision=_choice("precision", row["precision"], PRECISIONS, dtype),
+        memory=_positive("memory_gb", memory) * 1e9 if memory else None,
+        failed=_flag("failed", row["failed"], False),
         **n,
+        **more,
     )
-    _ = trial.model  # which says what is wrong with its sizes
+    if not trial.beyond:
+        _ = trial.model  # which says what is wrong with its sizes
     return trial
 
 

@@ -63,6 +63,8 @@ def constants(**changes: float) -> dict:
         "intra_latency": 2e-5,
         "inter_efficiency": 0.25,
         "inter_latency": 6e-5,
+        "attention": 1.0,
+        "spread": 1e-9,  # none
     }
     return {"rows_fitted": 9, "constants": {name: {"value": x} for name, x in (values | changes).items()}}
 
@@ -136,8 +138,9 @@ def test_what_a_fit_writes_is_what_a_plan_uses(tmp_path):
     found = recalibrated(cluster_of(run), path)
     lab = dict(zip(NAMES, fitted.clusters["lab"]))
     assert found.shares.matmul == lab["matmul"] != 1 and found.host_seconds == lab["host_seconds"]
-    # This trainer's rows, with the ratios and the layer-cost factor, which plans leave out, at 1.
-    values = [np.where(np.char.endswith(NAMES, "_ratio"), 1.0, fitted.clusters["lab"])]
+    # This trainer's rows, with the ratios and the layer-cost factor, which plans leave out, at 1, and no more buckets.
+    plain = {name: 1.0 for name in NAMES if name.endswith("_ratio")} | {"buckets": 0.0}
+    values = [[{**lab, **plain}[name] for name in NAMES]]
     slots = np.ones((1, 1, 1))
     [[expected]] = TrialSteps([run], "rows").seconds(np.array([values]), slots, slots)
     problem = Problem(found, run.model, candidate(run, own=True))

@@ -1,10 +1,12 @@
 import csv
 import json
 import pathlib
+import re
 
 import pytest
 
 from paxtrain.errors import UserError
+from paxtrain.model import parameters
 from planner import convert
 from planner.fit import published, trials
 
@@ -46,7 +48,7 @@ def test_reads_a_row(tmp_path):
     (trial,) = trials.read(_file(tmp_path, {}))
     assert trial.host_bytes == (12.5e9, 6.25e9) and trial.intra_bytes == (300e9, 300e9)
     assert trial.device_kinds == ("A100", "V100") and trial.stage_layers == (4, 6)
-    assert trial.recompute is True and trial.element_bytes == 2 and trial.seconds == 1.5
+    assert trial.recompute == "full" and trial.element_bytes == 2 and trial.seconds == 1.5
     assert trial.micro_batches == 8 and trial.hosts == 2
     assert trial.group == ("lab", 1024, 10, 8, 32) and trial.cell == (1024, 2, 2)
 
@@ -136,7 +138,10 @@ def test_spreadsheets_spaces_and_byte_order_marks_do_no_harm(tmp_path):
         ({"placement": "0;0;0;1"}, "no host for more than devices_per_host=4"),
         ({"placement": "0;0;2;1"}, "must name a host from 0 to 1"),
         ({"layers": 1, "stage_layers": ""}, "layers=1 cannot fill pp=2 stages"),
-        ({"recompute": "yes"}, "recompute must be 0 or 1, got 'yes'"),
+        (
+            {"recompute": "yes"},
+            "recompute must be one of 0, 1, none, full, scores, half_layers, half_products, got 'yes'",
+        ),
         ({"dtype": "int8"}, "dtype must be one of fp16"),
         ({"host_gbit": "100;0"}, "host_gbit must be above 0, got '0'"),
         ({"devices_per_host": 2, "intra_gbit": "1;2;3"}, "must be one entry or one for each of the 4 hosts"),
@@ -164,7 +169,7 @@ def test_bad_files(tmp_path):
         trials.read(_file(tmp_path, {}, columns=[*trials.COLUMNS, "hidden"]))
     path = _file(tmp_path, {})
     path.write_text(path.read_text() + "lab,8,4\n")
-    with pytest.raises(UserError, match="line 3: it must have 24 cells"):
+    with pytest.raises(UserError, match="line 3: it must have 42 cells"):
         trials.read(path)
     path.write_text("")
     with pytest.raises(UserError, match="lacks the columns cluster, devices"):
@@ -211,3 +216,60 @@ def test_what_cannot_be_converted(tmp_path):
             convert.main(["convert", str(tmp_path / name), str(tmp_path / "out.csv")])
     with pytest.raises(UserError, match="INPUT and OUTPUT must be named, got 0 names"):
         convert.main(["convert"])
+
+
+# --- Runs that others published ---------------------------------------------------------------------------------------
+
+RUNS = SHARED.parent / "runs"
+
+
+@pytest.mark.skipif(not RUNS.is_dir(), reason="published runs are not in this checkout")
+def test_published_runs_are_read_as_they_are():
+    ultrascale = published.read(RUNS / "ultrascale_1b_8b.csv")
+    first = ultrascale[0]
+    assert len(ultrascale) == 1553 and sum(row.failed for row in ultrascale) == 545
+    assert (first.trainer, first.family, first.ffn, first.tp, first.sharding) == ("nanotron", "llama", 8192, 8, "none")
+    assert first.sequence_parallel and first.memory == 5.4e9 and first.seconds == 18.9767
+    mpt = published.read(RUNS / "mpt_fsdp_a100.csv")
+    assert len(mpt) == 139 and {row.sharding for row in mpt} == {"zero3"} and mpt[0].recompute == "full"
+    # 26,274 tokens a second, as the page has it.
+    assert mpt[0].global_batch * mpt[0].seq / mpt[0].seconds == pytest.approx(26274, rel=1e-4)
+    bridge = published.read(RUNS / "megatron_bridge.csv")
+    assert {"an expert axis of 16, 128 experts", "a context axis of 2", ""} <= {row.beyond for row in bridge}
+    for row in (row for row in bridge if not row.beyond):
+        assert row.model.layers == row.layers and row.precision in ("bf16", "fp8", "mxfp8", "nvfp4")
+
+
+@pytest.mark.skipif(not RUNS.is_dir(), reason="published runs are not in this checkout")
+def test_converted_runs_are_the_same_runs(tmp_path):
+    for name in ("ultrascale_1b_8b", "mpt_fsdp_a100", "megatron_bridge"):
+        source = RUNS / f"{name}.csv"
+        convert.main(["convert", str(source), str(tmp_path / "table.csv")])
+        assert trials.read(tmp_path / "table.csv") == published.read(source)
+
+
+def test_parameters_of_a_published_model_are_its_own(tmp_path):
+    """Llama 3.1 8B has 8,030,261,248 parameters (its page in Hugging Face's hub)."""
+    row = ROW | {"family": "llama", "hidden": 4096, "heads": 32, "layers": 32, "vocab": 128256, "stage_layers": ""}
+    row |= {"kv_heads": 8, "ffn": 14336, "global_batch": 32}
+    (trial,) = trials.read(_file(tmp_path, row))
+    ends = parameters.count(trial.model, "embedding", tables=2) + parameters.count(trial.model, "final_norm")
+    assert 32 * parameters.count(trial.model) + ends == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"family": "mamba"}, "family must be one of gpt2, llama, got 'mamba'"),
+        ({"trainer": "mine"}, "trainer must be one of"),
+        ({"sharding": "fsdp"}, "sharding must be one of none, zero1, zero2, zero3, got 'fsdp'"),
+        ({"context": 2}, "tp=2 x dp=2 x pp=2 x context=2 must make devices=8"),
+        ({"failed": "yes"}, "failed must be 0 or 1, got 'yes'"),
+        ({"memory_gb": "-3"}, "memory_gb must be above 0, got '-3'"),
+        ({"precision": "int4"}, "precision must be one of"),
+        ({"tied_head": "2"}, "tied_head must be 0 or 1, got '2'"),
+    ],
+)
+def test_bad_values_of_optional_columns(tmp_path, change, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        trials.read(_file(tmp_path, change))

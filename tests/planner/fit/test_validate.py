@@ -38,6 +38,15 @@ BASE = {
 }
 METHODS = ("simulate", "pipette", "amp")
 KEYS = ["n", "n_fit", "mape", "median_ape", "spearman", "kendall", "regret_mean", "regret_max", "groups"]
+KEYS += ["spearman_in_groups", "coverage"]
+
+
+def _forecast(seconds, low=0.9, high=1.1, **changes):
+    """Return a forecast of runs that fit, in an interval around their seconds."""
+    seconds = np.array(seconds, float)
+    some = {"seconds": seconds, "chosen_by": seconds, "low": low * seconds, "high": high * seconds}
+    some |= {"memory": np.full(seconds.shape, 1e9), "fits": np.ones(seconds.shape)}
+    return accuracy.Forecast(**{**some, **{name: np.array(x, float) for name, x in changes.items()}})
 
 
 def _rows():
@@ -150,7 +159,7 @@ def test_scores_by_hand():
         ]
     )
     predicted = np.array([1.5, 1.0, 4.4, 3.0, 4.0, 11.0])
-    s = accuracy.score(rows, predicted, 7)
+    s = accuracy.score(rows, _forecast(predicted), 7)
     assert (s.n, s.n_fit, s.groups) == (6, 7, 2)
     np.testing.assert_allclose([s.mape, s.median_ape], [np.mean([0.5, 0.5, 0.1, 0, 0.2, 0.1]), 0.15])
     np.testing.assert_allclose([s.regret_mean, s.regret_max], [0.5, 1.0])  # chose 2.0 over 1.0; 3.0 rightly
@@ -159,12 +168,31 @@ def test_scores_by_hand():
     assert s.kendall == pytest.approx(stats.kendalltau(predicted, measured)[0])
     assert s.spearman_in_groups == pytest.approx((0.5 + 1) / 2)
     assert s.kendall_in_groups == pytest.approx((1 / 3 + 1) / 2)
+    assert s.coverage == pytest.approx(3 / 6)  # 4.4, 3.0 and 11.0
+    # What is said not to fit is not chosen, however quick.
+    full = _forecast(predicted, chosen_by=np.where([0, 1, 0, 0, 0, 0], np.inf, predicted))
+    assert accuracy.score(rows, full, 7).regret_mean == 0
+    assert accuracy.within(rows, 3) == [0, 1, 3, 4, 5]
+
+
+def test_scores_of_memory_by_hand():
+    changes = [{"memory_gb": 10}, {"memory_gb": 20}, *[{"seconds": "", "failed": 1}] * 3]
+    rows = _parsed([BASE | {"device_kinds": "A100-40GB"} | more for more in changes])
+    forecast = _forecast(np.ones(5), memory=[11e9, 18e9, 50e9, 30e9, 5e9], fits=[0.9, 0.4, 0.1, 0.6, 1.0])
+    found = accuracy.memory_scores(rows, forecast)
+    assert (found.n, found.failed, found.elsewhere) == (2, 3, 1)
+    np.testing.assert_allclose(
+        [found.mape, found.median_ape, found.recall, found.false_alarms], [0.1, 0.1, 1 / 3, 1 / 2]
+    )
+    assert accuracy.memory_scores(rows[2:], forecast.take([2, 3, 4])) is None
 
 
 def test_scores_of_nothing_are_null():
-    empty, one = accuracy.score([], np.array([]), 5), accuracy.score(_parsed([BASE]), np.array([0.2]), 5)
+    empty, one = accuracy.score([], _forecast([]), 5), accuracy.score(_parsed([BASE]), _forecast([0.2]), 5)
     assert empty.json() == dict.fromkeys(KEYS) | {"n": 0, "n_fit": 5, "groups": 0}
-    assert one.json() == dict.fromkeys(KEYS) | {"n": 1, "n_fit": 5, "groups": 0, "mape": 1, "median_ape": 1}
+    assert one.json() == dict.fromkeys(KEYS) | {
+        "n": 1, "n_fit": 5, "groups": 0, "mape": 1, "median_ape": 1, "coverage": 0
+    }  # fmt: skip
     both = accuracy.mean([empty, one])
     assert both.n == 0.5 and both.mape == 1 and math.isnan(both.spearman)
     assert isinstance(both, Scores) and len(list(accuracy.table([("a", both)]))) == 2
@@ -178,7 +206,12 @@ def test_fits_predicts_scores_and_writes(tmp_path, run):
     code, said, _ = run(f"--trials={tmp_path / 'whole.csv'}", "--fit=30", f"--out={tmp_path / 'out'}")
     assert code == 0
     result = json.loads(said.splitlines()[-1])
-    assert list(result) == KEYS and result["n"] == 29 and result["n_fit"] == 30
+    assert (
+        list(result) == [*KEYS, "near", "memory"]
+        and list(result["near"]) == KEYS
+        and result["n"] == 29
+        and result["n_fit"] == 30
+    )
     assert result["mape"] < 0.12 and result["spearman"] > 0.95 and 0 <= result["regret_mean"] <= result["regret_max"]
     rows = _predictions(tmp_path / "out")
     assert len(rows) == 60 and all(row["note"] == "kept" and float(row["predicted_seconds"]) > 0 for row in rows)
@@ -210,6 +243,18 @@ def test_folds_and_seeds(table, tmp_path, run):
         json.loads(run(*few, *how)[1].splitlines()[-1])["mape"] for how in (["--seeds=2"], [], ["--seed=1"])
     )
     assert both == pytest.approx((once + other) / 2, abs=2e-6) and once != other
+
+
+def test_one_table_is_fitted_and_another_one_judged(table, tmp_path, run):
+    trials.write(tmp_path / "others.csv", [row for row in _rows() if row["cluster"] == "old"])
+    beyond = [BASE | {"experts": 8, "seconds": 1.0}, *[row for row in _rows() if row["cluster"] == "lab"]]
+    trials.write(tmp_path / "lab.csv", [{name: row.get(name, "") for name in trials.COLUMNS} for row in beyond])
+    arguments = f"--trials={tmp_path / 'lab.csv'}", f"--fit_on={tmp_path / 'others.csv'}", f"--out={tmp_path / 'out'}"
+    code, said, _ = run(*arguments)
+    result = json.loads(said.splitlines()[-1])
+    assert code == 0 and result["n"] == 29 and "left out: 1 rows with 8 experts" in said
+    assert {row["role"] for row in _predictions(tmp_path / "out")} <= {"held", "not_run"}
+    assert run(*arguments, "--fit=3")[2].startswith("error: --fit_on fits all rows of its table")
 
 
 def test_all_rows_may_be_fitted_and_then_nothing_is_scored(table, tmp_path, run):
