@@ -33,6 +33,7 @@ LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
 # Those of other architectures are read from their programs.
 _ACTIVATION_PASSES = 22
 _SHARPNESS = 4  # of `launched`
+_EAGER = 8  # the same if a host launches each kernel: it runs ahead, or all wait for it
 ITEM = {"bfloat16": 2, "float32": 4}
 # Passes over [B, S, H] that splitting the backward adds: W makes norms and GELU again, B writes what W needs.
 _SPLIT_PASSES = {"weights": 12, "input": 18}
@@ -96,7 +97,7 @@ def all_reduce(members: int, size: float, alpha: float, bandwidth: float) -> flo
     return 2 * (members - 1) * alpha + float(ring(size, members, bandwidth))
 
 
-def launched(seconds: Numbers, launches: Numbers) -> Any:
+def launched(seconds: Numbers, launches: Numbers, sharpness: int = _SHARPNESS) -> Any:
     """Return the seconds of kernels, some of which wait for their launch and others for memory.
 
     That is the p-norm of the two sums; the arguments are numbers or arrays.
@@ -104,8 +105,9 @@ def launched(seconds: Numbers, launches: Numbers) -> Any:
     Args:
         seconds: seconds of all kernels if their launch takes no time.
         launches: seconds in which the host launches them.
+        sharpness: p; the larger, the nearer to the larger of the two.
     """
-    return (seconds**_SHARPNESS + launches**_SHARPNESS) ** (1 / _SHARPNESS)
+    return (seconds**sharpness + launches**sharpness) ** (1 / sharpness)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,7 +223,7 @@ class _Layer:
     def launched(self, busy: float, launches: float, exchanged: float) -> float:
         """Return the seconds of kernels and collectives; the latter lie under launches if a host runs ahead of both."""
         if self.shares.eager:
-            return launched(busy + exchanged, launches)
+            return launched(busy + exchanged, launches, _EAGER)
         return launched(busy, launches) + exchanged
 
     def again(self, save: str) -> float:
@@ -293,7 +295,7 @@ def sheet(
     rest = ratio * (attention_backward + passes.backward + one.products(b))  # of B besides its products for kernels
     backward = one.launched(rest + of_kernels, 2 * launch, one.exchanged(b))
     again = one.again(save)
-    weights = launched(of_kernels + passes.weights, 0.5 * launch)
+    weights = one.launched(of_kernels + passes.weights, 0.5 * launch, 0.0)
     rest = one.launched(rest + passes.split, 1.5 * launch, one.exchanged(b)) + again
     over = parts("vocab", mesh)
     reduce = all_reduce(over, tokens * h * item, *inside)

@@ -19,8 +19,8 @@ Array = np.ndarray
 
 FULL = 0.85  # share of a device's memory from which on it is nearly full
 NOISE = 0.2  # standard deviation of the logarithm of a stalled run's time around its prediction
-_TYPICAL = 0.003, 0.003, 0.03  # stalls a host alone, a host in a pipeline, a full pipeline: medians of the priors
-_SPREAD = 1.5  # deviation of their logarithms
+_TYPICAL = 3e-4, 3e-4, 0.03  # stalls a host alone, a host in a pipeline, a full pipeline: medians of the priors
+_SPREAD = 2.5  # deviation of their logarithms
 
 
 def exposure(trials: Sequence[Trial], full: Array) -> Array:

@@ -249,12 +249,22 @@ class _Settings:
 
         return self._once((run.keys[0], *(values[name] for name in LINKS)), make)
 
+    def _inside(self, run: _TrialRun, setting: int, kind: str) -> tuple[float, float]:
+        """Return latency and bandwidth of a tensor group's links; of all hosts it shares only those that it spans."""
+        latency, rate = compute.inside(self.cluster(run, setting), kind)
+        if run.together == 1:
+            return latency, rate
+        values = self.values[setting]
+        alone = rate * (len(run.cluster.hosts) / run.together) ** values["spread"]
+        within = values["intra_efficiency"] * float(np.diagonal(run.cluster.samples[0]).min())
+        return latency, max(min(alone, within), rate)
+
     def layer(self, run: _TrialRun, stored_scores: bool, eager: bool) -> list[LayerCosts]:
         """Return a layer's costs on each device kind of a run, in each setting in turn."""
 
         def of(setting: int, kind: str, speed: float) -> LayerCosts:
             cluster, t, values = self.cluster(run, setting), run.trial, self.values[setting]
-            inside = self._once(("inside", id(cluster), kind), lambda: compute.inside(cluster, kind))
+            inside = self._once(("inside", id(cluster), kind), lambda: self._inside(run, setting, kind))
             shares = fitted_shares(values, speed, stored_scores, eager)
             shares = dataclasses.replace(shares, matmul=shares.matmul * _GAINS.get(t.precision, 1.0))
             if run.crosses:

@@ -74,8 +74,8 @@ def test_one_device_by_hand(recompute):
     scores = 2 * heads * 2 * (2 * 1024 * 128 + 1024**2) / MEMORY
     score_pass, one_pass = 1.3 * heads * 1024**2 * 2 / MEMORY, tokens * h * 2 / MEMORY
     kernels = products + scores + 4.5 * score_pass + 22 * one_pass
-    forward = (kernels**4 + 3e-4**4) ** 0.25
-    backward = ((2 * products + 2 * scores + 5.5 * score_pass + 44 * one_pass) ** 4 + 6e-4**4) ** 0.25
+    forward = (kernels**8 + 3e-4**8) ** (1 / 8)
+    backward = ((2 * products + 2 * scores + 5.5 * score_pass + 44 * one_pass) ** 8 + 6e-4**8) ** (1 / 8)
     head = 6 * tokens * TABLE / PEAK + 8 * tokens * 50000 * 2 / MEMORY + 20 * 5e-6
     table = 6 * one_pass + 4 * 5e-6
     micro_batch = 16 * (forward + backward + recompute * forward) + head + table + 2 * 5e-4
