@@ -34,7 +34,6 @@ MAY_NAME_SCHEDULES = (
     "paxtrain/profiling/ledger.py",
     "paxtrain/testing/models.py",
     "planner/export/",
-    "planner/memory/labels.py",
     "planner/search/baselines.py",
     "planner/fit/published.py",
     "planner/fit/trial_steps.py",

@@ -3,8 +3,7 @@
 A new schedule is a function that makes its ops, a `ScheduleSpec` in `SPECS`, and its tests (see
 `tests/test_new_schedule.py`). The planner tries it by default unless it splits the backward, and `make gpu` measures
 it. A phase or an order beyond these needs changes in the table, the executor and the simulator. The configuration, the
-executor, the planner's simulator, its memory model, its search and its bounds read their facts from here. The list of
-`planner/memory/labels.py`, whose labels the memory's margin comes from, names some schedules.
+executor, the planner's simulator, its memory model, its search and its bounds read their facts from here.
 
 References:
     GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021

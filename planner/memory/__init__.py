@@ -2,5 +2,4 @@
 
 closed_form.py margin.py    the estimate, for many candidates at once; its safety margin
 compiled.py                 exact bytes, by the compiler
-labels.py                   main that makes data/, the compiler's bytes from which the margin follows
 """

@@ -1,20 +1,16 @@
 """The safety margins of the closed form.
 
 A margin is the most by which the compiler exceeded the closed form on labels: small programs of a family, compiled by
-XLA for H100s, with jax 0.10.2 (planner/memory/labels.py). A configuration like those of n labels exceeds it with
+XLA for H100s, with jax 0.10.2 (experiments/memory/labels.py). A configuration like those of n labels exceeds it with
 probability 1 / (n + 1) (split conformal prediction; Vovk et al. 2005). A learned correction of the closed form was
 tried: with errors measured on labels that it had not seen, the best correction was none.
 """
 
-import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paxtrain.config import ModelConfig
-
-_DATA = pathlib.Path(__file__).parent / "data"
-LABELS = {"gpt2": _DATA / "memory_labels.csv", "llama": _DATA / "memory_labels_llama.csv"}
 
 
 class Margin(NamedTuple):

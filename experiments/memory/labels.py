@@ -1,4 +1,4 @@
-"""The compiler's memory of small models, as labels for the closed form: python -m planner.memory.labels.
+"""The compiler's memory of small models, as labels for the closed form: python -m experiments.memory.labels.
 
 Labels are small models of varied proportions, compiled for one kind of GPU: compiling takes as long for small models as
 for large ones. A second set with 2 to 8 times the parameters per device of any label is held out. The table at the end
@@ -26,10 +26,11 @@ from paxtrain.config.load import nested
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import spec_of
 from planner.memory import closed_form, compiled
-from planner.memory.margin import LABELS as LABEL_FILES
 from planner.memory.margin import margin
 
 _FLAGS = flags.FLAGS
+_HERE = pathlib.Path(__file__).parent
+FILES = {family: _HERE / f"{family}.csv" for family in ("gpt2", "llama")}
 LABELS, HELD_OUT = 96, 30
 LLAMAS, ALONE = 20, 5  # Llamas of all kinds, and more of them without a pipeline
 _SETS = ("label", "held out", "without a pipeline")
@@ -236,7 +237,7 @@ def read(path: pathlib.Path) -> list[LabelRow]:
         UserError: there is no such file.
     """
     if not path.exists():
-        raise UserError(f"there are no labels at {path}; python -m planner.memory.labels makes them")
+        raise UserError(f"there are no labels at {path}; python -m experiments.memory.labels makes them")
     defaults, rows = Config(), []
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
@@ -278,8 +279,8 @@ def report(rows: Sequence[LabelRow]) -> str:
 
 
 def _define_flags() -> None:
-    flags.DEFINE_enum("family", "gpt2", sorted(LABEL_FILES), "family of the models")
-    flags.DEFINE_string("out", None, "file of the labels; default: the one in the package")
+    flags.DEFINE_enum("family", "gpt2", sorted(FILES), "family of the models")
+    flags.DEFINE_string("out", None, "file of the labels; default: the one beside this module")
     flags.DEFINE_string("kind", "h100", "GPU to compile for")
     flags.DEFINE_integer("workers", 2, "compilations at a time", lower_bound=1)
     flags.DEFINE_float("seconds", 300, "limit of one compilation", lower_bound=1)
@@ -288,7 +289,7 @@ def _define_flags() -> None:
 
 def main(_: Sequence[str]) -> None:
     """Compile the labels that are missing, and print what they say of the closed form."""
-    labels = pathlib.Path(_FLAGS.out or LABEL_FILES[_FLAGS.family])
+    labels = pathlib.Path(_FLAGS.out or FILES[_FLAGS.family])
     if not _FLAGS.evaluate:
         if not compiled.cuda():
             raise UserError("labels need jax's CUDA plugin to compile for GPUs; pip install -r requirements-gpu.txt")

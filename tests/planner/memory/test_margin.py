@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from experiments.memory import labels as maker
 from paxtrain.config import ModelConfig
 from planner.memory import compiled, margin
-from planner.memory import labels as maker
 from tests.sources import ROOT
 
 LLAMA = ModelConfig(family="llama")
@@ -18,7 +18,7 @@ LLAMA = ModelConfig(family="llama")
 
 @pytest.fixture(scope="module")
 def labels() -> list[maker.LabelRow]:
-    return maker.read(margin.LABELS["gpt2"])
+    return maker.read(maker.FILES["gpt2"])
 
 
 def row(config, total: float, name: str = "label") -> maker.LabelRow:
@@ -52,7 +52,7 @@ def test_the_margin_is_the_most_that_the_compiler_exceeded_the_closed_form_by(la
 
 @pytest.mark.parametrize(("name", "margins"), [("label", margin.MARGINS), ("without a pipeline", margin.ALONE)])
 def test_llamas_have_margins_of_their_own(name, margins):
-    labels = maker.read(margin.LABELS["llama"])
+    labels = maker.read(maker.FILES["llama"])
     found = logs(labels, name)
     assert len(found) == margins["llama"].labels
     assert pytest.approx(found.max(), abs=1e-4) == margins["llama"].log
@@ -100,7 +100,7 @@ def test_the_table_has_a_line_for_each_set(labels):
     assert f"| {margin.MARGINS['gpt2'].labels} |" in lines[2]
 
 
-@pytest.mark.parametrize("family", sorted(margin.LABELS))
+@pytest.mark.parametrize("family", sorted(maker.FILES))
 def test_labels_survive_the_file(tmp_path, family):
     rows = [row(config, 1000 + i, name) for i, (name, config) in enumerate(maker.DESIGNS[family]())]
     maker.write(rows, tmp_path / "labels.csv")
