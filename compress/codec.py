@@ -173,13 +173,7 @@ class Identity(Codec):
         return ()
 
     def encode(self, state: tuple[()], x: jax.Array, active: jax.Array | bool = True) -> tuple[jax.Array, tuple[()]]:
-        """Return the message itself and the empty state.
-
-        Args:
-            state: empty state.
-            x: message of any shape.
-            active: ignored, because there is no state to keep.
-        """
+        """Return the message itself and the empty state; see `Codec.encode`."""
         return x, state
 
     def decode(self, wire: jax.Array, like: Like) -> jax.Array:

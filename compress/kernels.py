@@ -91,14 +91,7 @@ def on_gpu(capability: float) -> tuple[str, ...]:
 
 
 def _units(implementation: str, size: tuple[int, ...], rank: int, *dtypes: DTypeLike) -> mosaic.Units | None:
-    """Return the Mosaic GPU kernels that an implementation has for matrices, or None.
-
-    Args:
-        implementation: one of IMPLEMENTATIONS.
-        size: rows and columns of the matrices.
-        rank: columns of the factors.
-        dtypes: dtypes of the matrices and of the factors.
-    """
+    """Return the Mosaic GPU kernels that an implementation has for matrices, or None."""
     units = mosaic.UNITS.get(implementation)
     return units if units and mosaic.fits(units, (size[0], size[1]), rank, *dtypes) else None
 

@@ -82,11 +82,7 @@ class LowRank(Codec):
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known are {', '.join(values)}")
 
     def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> LowRankState:
-        """Return the state before the first message.
-
-        Args:
-            shape: shape [*, k] of the messages.
-            dtype: dtype of the messages.
+        """Return the state before the first message; see `Codec.init`.
 
         Raises:
             ValueError: the rank is above the smaller side of a message.
@@ -107,13 +103,7 @@ class LowRank(Codec):
     def encode(
         self, state: LowRankState, x: jax.Array, active: jax.Array | bool = True
     ) -> tuple[LowRankWire, LowRankState]:
-        """Return the factors of x plus the error of earlier messages, and the next state.
-
-        Args:
-            state: state of the link.
-            x: message [*, k].
-            active: whether the message is sent, bool []. If it is False, the state returns unchanged, bit for bit.
-        """
+        """Return the factors of x plus the error of earlier messages, and the next state; see `Codec.encode`."""
         error, run = state.error, self.implementation
         old_p, old_w = (error.p, error.w) if isinstance(error, kernels.Lazy) else (None, None)
         matrix = x.reshape(-1, x.shape[-1])
@@ -129,22 +119,12 @@ class LowRank(Codec):
         return LowRankWire(p.wire, w.wire), LowRankState(q, state.first, error)
 
     def decode(self, wire: LowRankWire, like: Like) -> jax.Array:
-        """Return p w^T, with the same bits on the sender and on the receiver.
-
-        Args:
-            wire: factors of the message.
-            like: array or shape whose shape [*, k] and dtype the result has.
-        """
+        """Return p w^T, with the same bits on the sender and on the receiver; see `Codec.decode`."""
         p, w = subspace.dequantise(wire.p), subspace.dequantise(wire.w)
         return kernels.decode(p, w, like.dtype, implementation=self.implementation).reshape(like.shape)
 
     def residual(self, state: LowRankState, like: Like) -> jax.Array:
-        """Return the error of earlier messages, which the next one will bring; zeros without error feedback.
-
-        Args:
-            state: state of the link.
-            like: array or shape whose shape [*, k] and dtype the result has.
-        """
+        """Return the error of earlier messages, which the next one brings, or zeros; see `Codec.residual`."""
         match state.error:
             case kernels.Lazy():
                 return kernels.residual(*state.error, implementation=self.implementation).reshape(like.shape)
@@ -166,15 +146,7 @@ class LowRank(Codec):
 
 
 def _too_large(name: str, codec: LowRank, shape: tuple[int, ...], dtype: DTypeLike, min_ratio: float) -> str:
-    """Return a sentence about a rank that saves too little; "" if it saves enough.
-
-    Args:
-        name: name of the option.
-        codec: codec with the rank.
-        shape: shape of the messages.
-        dtype: dtype of the messages.
-        min_ratio: factor by which compression must make a message smaller.
-    """
+    """Return a sentence about a rank that saves too little; "" if it saves enough."""
     n, k = math.prod(shape[:-1]), shape[-1]
     sizes = jnp.dtype(dtype).itemsize, jnp.dtype(codec.factors).itemsize
     largest = policy.largest_rank(n, k, min_ratio, *sizes)
@@ -242,22 +214,11 @@ class RankByLink(Codec):
     def encode(
         self, state: LowRankState, x: jax.Array, active: jax.Array | bool = True
     ) -> tuple[LowRankWire, LowRankState]:
-        """Return what LowRank returns; columns beyond the link's rank are zero.
-
-        Args:
-            state: state of the link.
-            x: message [*, k].
-            active: whether the message is sent, bool [].
-        """
+        """Return what LowRank returns; columns beyond the link's rank are zero; see `Codec.encode`."""
         return self.codec.encode(state, x, active)
 
     def exchange(self, wire: LowRankWire, crossing: Crossing) -> LowRankWire:
-        """Send each link's columns alone, so that a link of a lower rank carries no padding.
-
-        Args:
-            wire: factors of this stage's message.
-            crossing: links to cross.
-        """
+        """Send each link's columns alone, so that a link of a lower rank carries no padding; see `Codec.exchange`."""
         arrived = None
         for rank in sorted({self.ranks[sender] for sender, _ in crossing.pairs}):
             some = tuple(pair for pair in crossing.pairs if self.ranks[pair[0]] == rank)

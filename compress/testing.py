@@ -144,12 +144,6 @@ def _sent(function: Callable[[Tree], Tree], x: Tree, axis: str, ranks: int) -> t
     """Return the bytes that one rank sends in a function's collectives, if they run over rings, by its StableHLO.
 
     The first are those among all ranks and between groups of them, the second those inside groups of neighbours.
-
-    Args:
-        function: function of one rank's part of x.
-        x: shape, or tree of shapes, with a leading dim of ranks.
-        axis: name of the axis.
-        ranks: number of ranks.
     """
     mesh = jax.make_mesh((ranks,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
     spec = PartitionSpec(axis)

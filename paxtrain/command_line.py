@@ -66,12 +66,7 @@ def _described(flag: flags.Flag) -> str:
 
 
 def _help(about: str, names: Sequence[str]) -> str:
-    """Return what `--help` prints.
-
-    Args:
-        about: docstring of the main.
-        names: names of its flags.
-    """
+    """Return what `--help` prints."""
     by_title: dict[str, list[str]] = {"Flags": []}
     for name in names:
         by_title.setdefault(_titles.get(name, "Flags"), []).append(_described(flags.FLAGS[name]))

@@ -65,12 +65,6 @@ def main(argv: Sequence[str]) -> None:
 def _plans(values: Values, cluster: Cluster, options: PlanOptions, say: Callable[[str], None]) -> Plans:
     """Return the plan, with the answers to what else the flags ask.
 
-    Args:
-        values: sections of the configuration, nested.
-        cluster: cluster to plan for.
-        options: options of the choice and of the search.
-        say: function that gets the name of each phase as it begins.
-
     Raises:
         UserError: nothing fits, or flags contradict each other.
     """

@@ -65,12 +65,7 @@ class Float8Blocks(Rounding):
         return Float8Wire(lax.bitcast_convert_type(codes, jnp.uint8), scale)
 
     def decode(self, wire: Float8Wire, like: Like) -> jax.Array:
-        """Return codes times scales, rounded to the dtype.
-
-        Args:
-            wire: codes and scales.
-            like: array or shape whose shape and dtype the result has.
-        """
+        """Return codes times scales, rounded to the dtype; see `Codec.decode`."""
         codes = lax.bitcast_convert_type(wire.codes, FORMATS[self.format])
         return from_blocks(codes.astype(jnp.float32) * wire.scale.astype(jnp.float32)[:, None], like)
 

@@ -81,12 +81,7 @@ def build(name: str, options: Mapping[str, object], protocols: tuple[type, ...] 
 
 
 def _imported(name: str, path: str) -> type:
-    """Return the class at a path.
-
-    Args:
-        name: name of the codec, for messages.
-        path: package.module:Class.
-    """
+    """Return the class at a path."""
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
         raise ValueError(f"{name} is no codec; known are {known()}")
@@ -104,12 +99,7 @@ def _imported(name: str, path: str) -> type:
 
 
 def _hints(name: str, kind: type) -> dict[str, Any]:
-    """Return the types of a class's fields.
-
-    Args:
-        name: name of the codec, for messages.
-        kind: the class.
-    """
+    """Return the types of a class's fields."""
     try:
         return typing.get_type_hints(kind)
     except Exception as error:  # the annotations are a user's
@@ -129,14 +119,7 @@ def _required(field: dataclasses.Field) -> bool:
 
 
 def _typed(name: str, key: str, value: object, hint: object) -> object:
-    """Return an option's value in its type.
-
-    Args:
-        name: name of the codec, for messages.
-        key: name of the option.
-        value: value given, from a flag or a file.
-        hint: annotation of the field.
-    """
+    """Return an option's value in its type."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
     if float in kinds and int not in kinds and type(value) is int:

@@ -73,23 +73,12 @@ class OnLinks(Codec):
         return LinkState(jnp.asarray(self.senders)[sender], self.codec.on_link(state.state, sender))
 
     def encode(self, state: LinkState, x: jax.Array, active: jax.Array | bool = True) -> tuple[LinkWire, LinkState]:
-        """Return the message in both forms, and the state, which changes on links with the codec only.
-
-        Args:
-            state: state of the link.
-            x: message of the link.
-            active: whether the message is sent, bool [].
-        """
+        """Return the message in both forms, and the state, which only coded links change; see `Codec.encode`."""
         wire, after = self.codec.encode(state.state, x, state.coded & active)
         return LinkWire(x, wire, state.coded), LinkState(state.coded, after)
 
     def exchange(self, wire: LinkWire, crossing: Crossing) -> LinkWire:
-        """Send over each link the form that it carries.
-
-        Args:
-            wire: this stage's message in both forms.
-            crossing: links to cross.
-        """
+        """Send over each link the form that it carries; see `Codec.exchange`."""
         coded = tuple(pair for pair in crossing.pairs if self.senders[pair[0]])
         others = tuple(pair for pair in crossing.pairs if not self.senders[pair[0]])
         return LinkWire(

@@ -83,12 +83,7 @@ class QuantisedBlocks(Rounding):
         return QuantisedWire(codes if self.bits == 8 else _packed(codes), scale)
 
     def decode(self, wire: QuantisedWire, like: Like) -> jax.Array:
-        """Return codes times scales, rounded to the dtype.
-
-        Args:
-            wire: codes and scales.
-            like: array or shape whose shape and dtype the result has.
-        """
+        """Return codes times scales, rounded to the dtype; see `Codec.decode`."""
         codes = wire.codes if self.bits == 8 else _unpacked(wire.codes)
         blocks = codes.astype(jnp.float32) * wire.scale.astype(jnp.float32)[:, None]
         if self.rotate:

@@ -61,13 +61,7 @@ class Recorder(Codec):
         return Record(inner, jnp.int32(0), jnp.zeros(self.capacity, bool), empty, empty, empty)
 
     def encode(self, state: Record, x: jax.Array, active: jax.Array | bool = True) -> tuple[Wire, Record]:
-        """Return the inner codec's wire, and the record with the message if it is active.
-
-        Args:
-            state: record of the link.
-            x: message of the link.
-            active: whether the message is sent, bool [].
-        """
+        """Return the inner codec's wire, and the record with the message if it is active; see `Codec.encode`."""
         wire, inner = self.codec.encode(state.inner, x, active)
         slot = self._same(state.calls) % self.capacity
 
@@ -101,12 +95,7 @@ class Recorder(Codec):
         return self.codec.residual(state.inner, like)
 
     def exchange(self, wire: Wire, crossing: Crossing) -> Wire:
-        """Exchange the wire as the inner codec does.
-
-        Args:
-            wire: wire that `encode` returned on this stage.
-            crossing: links to cross.
-        """
+        """Exchange the wire as the inner codec does; see `Codec.exchange`."""
         return self.codec.exchange(wire, crossing)
 
     def on_link(self, state: Record, sender: jax.Array | int) -> Record:

@@ -67,11 +67,7 @@ class LowRankRemainder(Codec):
         return low, QuantisedBlocks(self.bits, self.block, feedback=False)
 
     def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> RemainderState:
-        """Return the first factors, and zeros for the error of earlier messages.
-
-        Args:
-            shape: shape [*, k] of the messages.
-            dtype: dtype of the messages.
+        """Return the first factors, and zeros for the error of earlier messages; see `Codec.init`.
 
         Raises:
             ValueError: the rank is above the smaller side of a message.
@@ -82,13 +78,7 @@ class LowRankRemainder(Codec):
     def encode(
         self, state: RemainderState, x: jax.Array, active: jax.Array | bool = True
     ) -> tuple[RemainderWire, RemainderState]:
-        """Return the factors and codes of x plus the error of earlier messages, and the next state.
-
-        Args:
-            state: state of the link.
-            x: message [*, k].
-            active: whether the message is sent, bool [].
-        """
+        """Return factors and codes of x plus the error of earlier messages, and the next state; see `Codec.encode`."""
         low, rest = self._parts()
         whole = x + state.error if self.feedback else x
         factors, next_low = low.encode(state.low, whole, active)
@@ -101,12 +91,7 @@ class LowRankRemainder(Codec):
         return wire, RemainderState(next_low, jnp.where(active, error, state.error))
 
     def decode(self, wire: RemainderWire, like: Like) -> jax.Array:
-        """Return the product of the factors plus the remainder, rounded to the dtype.
-
-        Args:
-            wire: factors and codes.
-            like: array or shape whose shape [*, k] and dtype the result has.
-        """
+        """Return the product of the factors plus the remainder, rounded to the dtype; see `Codec.decode`."""
         low, rest = self._parts()
         # The barrier keeps the sum apart from the products, so that sender and receiver form the same bits.
         parts = lax.optimization_barrier((low.decode(wire.low, _wide(like)), rest.decode(wire.rest, _wide(like))))
@@ -116,12 +101,7 @@ class LowRankRemainder(Codec):
         return total.astype(like.dtype)
 
     def residual(self, state: RemainderState, like: Like) -> jax.Array:
-        """Return the error of earlier messages.
-
-        Args:
-            state: state of the link.
-            like: array or shape whose shape and dtype the result has.
-        """
+        """Return the error of earlier messages; see `Codec.residual`."""
         return state.error if self.feedback else jnp.zeros(like.shape, like.dtype)
 
     def passes(self) -> Passes:

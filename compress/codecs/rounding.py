@@ -29,24 +29,13 @@ class Rounding(Codec):
         raise NotImplementedError
 
     def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | tuple[()]:
-        """Return zeros, the error of earlier messages; () without feedback.
-
-        Args:
-            shape: shape of the messages.
-            dtype: dtype of the messages.
-        """
+        """Return zeros, the error of earlier messages, or () without feedback; see `Codec.init`."""
         return jnp.zeros(shape, dtype) if self.feedback else ()
 
     def encode(
         self, state: jax.Array | tuple[()], x: jax.Array, active: jax.Array | bool = True
     ) -> tuple[Wire, jax.Array | tuple[()]]:
-        """Return the rounding of x plus the error of earlier messages, and the next error.
-
-        Args:
-            state: error of earlier messages.
-            x: message of any shape.
-            active: whether the message is sent, bool [].
-        """
+        """Return the rounding of x plus the error of earlier messages, and the next error; see `Codec.encode`."""
         whole = x.astype(jnp.float32)
         if isinstance(state, jax.Array):
             whole = whole + state.astype(jnp.float32)
@@ -57,12 +46,7 @@ class Rounding(Codec):
         return wire, jnp.where(active, left, state)
 
     def residual(self, state: jax.Array | tuple[()], like: Like) -> jax.Array:
-        """Return the error of earlier messages.
-
-        Args:
-            state: state of the link.
-            like: array or shape whose shape and dtype the result has.
-        """
+        """Return the error of earlier messages; see `Codec.residual`."""
         return state if isinstance(state, jax.Array) else jnp.zeros(like.shape, like.dtype)
 
 

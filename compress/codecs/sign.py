@@ -59,12 +59,7 @@ class Signs(Rounding):
         return SignWire(bits, scale)
 
     def decode(self, wire: SignWire, like: Like) -> jax.Array:
-        """Return the scale with each number's sign, rounded to the dtype.
-
-        Args:
-            wire: signs and scales.
-            like: array or shape whose shape and dtype the result has.
-        """
+        """Return the scale with each number's sign, rounded to the dtype; see `Codec.decode`."""
         positive = (wire.bits[..., None] >> jnp.arange(_BYTE, dtype=jnp.uint8)) & 1
         scale = wire.scale.astype(jnp.float32)[:, None]
         return from_blocks(jnp.where(positive.reshape(len(wire.scale), -1) == 1, scale, -scale), like)

@@ -34,24 +34,13 @@ class TopK(Codec):
             raise ValueError(f"share must be above 0 and at most 1, got {self.share:g}")
 
     def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | tuple[()]:
-        """Return zeros, what earlier messages left out; () without feedback.
-
-        Args:
-            shape: shape of the messages.
-            dtype: dtype of the messages.
-        """
+        """Return zeros, what earlier messages left out, or () without feedback; see `Codec.init`."""
         return jnp.zeros(shape, dtype) if self.feedback else ()
 
     def encode(
         self, state: jax.Array | tuple[()], x: jax.Array, active: jax.Array | bool = True
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array | tuple[()]]:
-        """Return the largest numbers of x plus what is left, with their places, and what is left now.
-
-        Args:
-            state: what earlier messages left out.
-            x: message of any shape.
-            active: whether the message is sent, bool [].
-        """
+        """Return the largest of x plus what was left, with their places, and what is left now; see `Codec.encode`."""
         whole = (x + state if isinstance(state, jax.Array) else x).reshape(-1)
         count = max(1, round(self.share * whole.size))
         # A number that is none is the largest of all to top_k, so it arrives.
@@ -62,23 +51,13 @@ class TopK(Codec):
         return wire, jnp.where(active, whole.at[places].set(0).reshape(x.shape), state)
 
     def decode(self, wire: tuple[jax.Array, jax.Array], like: Like) -> jax.Array:
-        """Return the numbers at their places, and zeros elsewhere.
-
-        Args:
-            wire: numbers and places.
-            like: array or shape whose shape and dtype the result has.
-        """
+        """Return the numbers at their places, and zeros elsewhere; see `Codec.decode`."""
         # Without the barrier XLA makes the zeros of all messages once, and copies them for each.
         zero, values, places = lax.optimization_barrier((jnp.zeros((), like.dtype), *wire))
         return jnp.full(math.prod(like.shape), zero).at[places].set(values).reshape(like.shape)
 
     def residual(self, state: jax.Array | tuple[()], like: Like) -> jax.Array:
-        """Return what earlier messages left out.
-
-        Args:
-            state: state of the link.
-            like: array or shape whose shape and dtype the result has.
-        """
+        """Return what earlier messages left out; see `Codec.residual`."""
         return state if isinstance(state, jax.Array) else jnp.zeros(like.shape, like.dtype)
 
     def passes(self) -> Passes:

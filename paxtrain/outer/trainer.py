@@ -201,13 +201,7 @@ class GroupedTrainer(Trainer):
     # --- Canonical form, for checkpoints ------------------------------------------------------------------------------
 
     def _map_state(self, function: Callable[[Params], Params], each: Callable[[Params], Params], tree: Any) -> Any:
-        """Apply functions to the subtrees of a state that mirror the parameters.
-
-        Args:
-            function: Function of shared parameters.
-            each: Function of those that groups have apart.
-            tree: State as nested dicts.
-        """
+        """Apply functions to the subtrees of a state that mirror the parameters."""
         outer, momentum = tree["outer"], self.layout.map_mirrors(function, tree["outer"]["momentum"])
         return {
             **tree,
@@ -239,26 +233,14 @@ class GroupedTrainer(Trainer):
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def _over_all(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Return a function over global arrays that runs `function` on each device, with the axis `group`.
-
-        Args:
-            function: Function of one device's parts of the arrays.
-            in_specs: PartitionSpecs of its arguments.
-            out_specs: PartitionSpecs of its results.
-        """
+        """Return a function over global arrays that runs `function` on each device, with the axis `group`."""
         if self.virtual:
             sizes = {GROUP: self.groups, **self.config.mesh.sizes}
             return virtual.shard_map(function, sizes, in_specs, out_specs)
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Return a function over arrays with a leading dim of groups, which runs `function` on each device.
-
-        Args:
-            function: Function of one device's parts of its group's arrays.
-            in_specs: PartitionSpecs of its arguments, without that dim.
-            out_specs: PartitionSpecs of its results, likewise.
-        """
+        """Return a function over arrays with a leading dim of groups; see `Trainer.shard_map`."""
 
         def one(*arguments: Any) -> Any:
             found = function(*jax.tree.map(lambda x: x[0], arguments))
@@ -297,13 +279,7 @@ class GroupedTrainer(Trainer):
         return state, metrics | self._metrics(left_out, scalars)
 
     def _part(self, params: Params, fragment: int, apart: bool = False) -> Params:
-        """Return a fragment of parameters in mesh layout, as global arrays.
-
-        Args:
-            params: Parameters, or a tree shaped like them.
-            fragment: Number of the fragment.
-            apart: Whether they have a leading dim of groups.
-        """
+        """Return a fragment of parameters in mesh layout, as global arrays."""
         fragments, over = self.exchange.fragments, self.shard_map if apart else self._over_all
         if fragments.count == 1:
             return params
@@ -311,14 +287,7 @@ class GroupedTrainer(Trainer):
         return over(take, (self.layout.specs(),), self._part_specs(fragment))(params)
 
     def _replaced(self, params: Params, part: Params, fragment: int, apart: bool = False) -> Params:
-        """Return parameters in mesh layout, as global arrays, with another fragment.
-
-        Args:
-            params: Parameters, or a tree shaped like them.
-            part: The fragment.
-            fragment: Its number.
-            apart: Whether both have a leading dim of groups.
-        """
+        """Return parameters in mesh layout, as global arrays, with another fragment."""
         fragments, over = self.exchange.fragments, self.shard_map if apart else self._over_all
         if fragments.count == 1:
             return part
@@ -330,13 +299,7 @@ class GroupedTrainer(Trainer):
         return {name: specs[name] for name in self.exchange.fragments.names(fragment)}
 
     def _difference(self, state: Any, own: Params, fragment: int) -> tuple[Params, Any]:
-        """Return the mean difference of a fragment over groups, and the reducer's next states. All is sent here.
-
-        Args:
-            state: State before.
-            own: The fragment of the groups' own weights.
-            fragment: Number of the fragment.
-        """
+        """Return the mean difference of a fragment over groups, and the reducer's next states. All is sent here."""
         specs, states = self._part_specs(fragment), _apart(device_spec())
 
         def local(shared: Params, own: Params, codec: Any) -> tuple[Params, Any]:
@@ -349,11 +312,6 @@ class GroupedTrainer(Trainer):
 
     def _outer_step(self, state: Any, found: tuple[Params, Any], fragment: int) -> tuple[Params, GroupedState]:
         """Take the outer step with a fragment.
-
-        Args:
-            state: State before.
-            found: What `_difference` returns.
-            fragment: Number of the fragment.
 
         Returns:
             The fragment's new shared weights, and the state with them; the groups' own weights are as before.

@@ -90,14 +90,7 @@ def _is_kernel(layout: Layout, path: tuple) -> bool:
 
 
 def _gather_coded(layout: Layout, codec: Codec, shards: Weights, dims: Weights) -> Weights:
-    """Return the shards with the layers' kernels gathered over data through a codec; other arrays stay as they are.
-
-    Args:
-        layout: Layout of the parameters.
-        codec: Codec of the kernels.
-        shards: Shards in compute dtype.
-        dims: Dim of each array that is split over data, or -1.
-    """
+    """Return the shards with the layers' kernels gathered over data through a codec; other arrays stay as they are."""
     named, structure = jax.tree_util.tree_flatten_with_path(shards)
     leaves, places = [x for _, x in named], jax.tree.leaves(dims)
     some = [i for i, (path, _) in enumerate(named) if _is_kernel(layout, path) and places[i] >= 0]

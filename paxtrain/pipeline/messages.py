@@ -25,11 +25,6 @@ def _cross(wire: Any, axis: MeshAxes, pairs: Pairs) -> Any:
     """Permute a wire's arrays in one message, because each message waits for the link's latency.
 
     XLA for GPUs joins the permutes of several arrays; XLA for CPUs does not, so there the arrays are joined first.
-
-    Args:
-        wire: a pytree of arrays.
-        axis: axis of the pairs.
-        pairs: (sender, receiver) positions.
     """
     leaves, structure = jax.tree.flatten(wire)
     if len(leaves) <= 1:

@@ -98,13 +98,7 @@ def lay_out(
 
 
 def _ops(done: dict[str, list[list[int]]], rows: int, stage_map: StageMap) -> Ops:
-    """Return the arrays of ops.
-
-    Args:
-        done: row of each op, by phase, virtual stage and micro-batch.
-        rows: number of rows.
-        stage_map: stages of all virtual stages.
-    """
+    """Return the arrays of ops."""
     arrays = [np.full((rows, stage_map.stages), fill, np.int32) for fill in (IDLE, 0) * len(_PHASES)]
     for i, phase in enumerate(_PHASES):
         row = np.array(done[phase])[stage_map.virtual_of]  # [chunks, stages, micro-batches]

@@ -262,15 +262,7 @@ def sentences(some: list[CodecLoss]) -> list[str]:
 
 
 def _panel(axes: Axes, some: list[CodecLoss], amounts: Sequence[float], dense: float, title: str) -> None:
-    """Draw the codecs of one axis of the mesh against their bytes or times.
-
-    Args:
-        axes: axes of the figure.
-        some: the codecs.
-        amounts: bytes or time of each.
-        dense: bytes or time of dense training.
-        title: title, with the unit of the amounts.
-    """
+    """Draw the codecs of one axis of the mesh against their bytes or times."""
     plots.style(axes)
     axes.axhspan(-1, 1, color="#e9f2ea", zorder=0)
     axes.axhline(0, color=_INK, linewidth=0.9)

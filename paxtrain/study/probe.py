@@ -63,12 +63,7 @@ def asked(trainer: Trainer) -> list[TracedCollective]:
 
 
 def _sent_by_one(ops: list[TracedCollective], mesh: MeshConfig) -> collections.Counter[str]:
-    """Return the bytes that one device sends in collectives by kind, except permutes and collectives of tensor groups.
-
-    Args:
-        ops: the collectives that the device runs.
-        mesh: mesh of the step.
-    """
+    """Return the bytes that one device sends in collectives by kind, without permutes and those of tensor groups."""
     sent: collections.Counter[str] = collections.Counter()
     for op in ops:
         # On CPUs a reduce-scatter is an all-to-all with sums behind it (compress.collectives.reduce_scatter).

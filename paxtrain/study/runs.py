@@ -220,14 +220,7 @@ class Study:
         return [outcomes[seed] for seed in self.seeds]
 
     def _run(self, variant: Variant, trainer: Trainer, step_of: Callable[[int], TrainStep], seed: int) -> VariantResult:
-        """Train a variant with a seed.
-
-        Args:
-            variant: the variant.
-            trainer: its trainer.
-            step_of: number of a step, from 1 on -> the compiled step.
-            seed: seed of the weights and of the order of the data.
-        """
+        """Train a variant with a seed."""
         compress = variant.config.compress
         rank = compress.backward.rank if compress.backward.low_rank else 0
         outcome = VariantResult(variant.name, variant.label, seed, rank, {})
@@ -244,14 +237,7 @@ class Study:
         return outcome
 
     def _end(self, variant: Variant, outcome: VariantResult, when: str, steps: int = 0) -> None:
-        """Say that a run has ended.
-
-        Args:
-            variant: variant of the run.
-            outcome: its result.
-            when: when it has ended, in words.
-            steps: number of steps that the bar does not show yet.
-        """
+        """Say that a run has ended."""
         with self._lock:
             self._bar.update(steps)
             self._done += 1
@@ -259,15 +245,7 @@ class Study:
         self._say(f"[{self._done}/{self._count_of_runs}] {variant.label}, seed {outcome.seed}: {loss} {when}")
 
     def _look(self, trainer: Trainer, outcome: VariantResult, number: int, state: TrainState, batch: jax.Array) -> None:
-        """Add to the outcome the measurements that are due after a step.
-
-        Args:
-            trainer: trainer of the variant.
-            outcome: result of the run so far.
-            number: number of the step, from 1 on.
-            state: state after the step.
-            batch: global batch of the step.
-        """
+        """Add to the outcome the measurements that are due after a step."""
         run = self.config.run
         if number == run.steps or (run.eval_every and number % run.eval_every == 0):
             outcome.validation[number] = self._validate(state)

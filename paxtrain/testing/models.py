@@ -83,14 +83,7 @@ def _properties(
 
 
 def _config(model: ModelConfig, mesh: tuple[int, int, int], schedule: str, sequence: bool) -> Config:
-    """Return the configuration of a mesh and a schedule, with layers in a loop.
-
-    Args:
-        model: the model's shape.
-        mesh: sizes of (data, pipe, tensor).
-        schedule: name of the schedule.
-        sequence: whether a tensor group splits the sequence, if it can.
-    """
+    """Return the configuration of a mesh and a schedule, with layers in a loop."""
     data, pipe, tensor = mesh
     splits = sequence and tensor > 1 and model.sequence % tensor == 0
     chunks, masked = (SPECS[schedule].least_chunks, SPECS[schedule].masked) if schedule in SPECS else (1, False)

@@ -273,29 +273,14 @@ def use_of(search: Search, i: int) -> Use:
 
 
 def _parts(search: Search, cluster: Cluster, model: ModelConfig, space: Space, i: int) -> dict[str, float]:
-    """Return the bytes of a candidate by purpose.
-
-    Args:
-        search: search whose budget counts.
-        cluster: cluster to run on.
-        model: model to train.
-        space: candidates.
-        i: place of the candidate in the space.
-    """
+    """Return the bytes of a candidate by purpose."""
     memory = closed_form.analytic(search.budget.shape(cluster, model, space.take(np.array([i]))))
     fields = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory)}
     return {name: float(np.broadcast_to(value, 1)[0]) for name, value in fields.items()}
 
 
 def _even(search: Search, model: ModelConfig, space: Space, i: int) -> Candidate:
-    """Return a candidate with its layers spread evenly.
-
-    Args:
-        search: search whose codecs count.
-        model: model to train.
-        space: candidates.
-        i: place of the candidate in the space.
-    """
+    """Return a candidate with its layers spread evenly."""
     return candidate_of(space, i, layers.even(model.layers, int(space.pipe[i] * space.chunks[i])), search.choices)
 
 
@@ -320,14 +305,7 @@ def _doubled(first: int) -> list[int]:
 
 
 def _leanest(search: Search, cluster: Cluster, model: ModelConfig, global_batch: int) -> Use | None:
-    """Return the leanest plan for another cluster, model or batch; None if no mesh divides them.
-
-    Args:
-        search: search with the choices.
-        cluster: cluster to run on.
-        model: model to train.
-        global_batch: sequences per step.
-    """
+    """Return the leanest plan for another cluster, model or batch; None if no mesh divides them."""
     try:
         space = enumerate_candidates(cluster, model, global_batch, search.choices)
     except UserError:

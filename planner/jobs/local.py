@@ -147,13 +147,7 @@ class Local:
 
 
 def _of_all(codes: Sequence[int], asked: bool, finished: bool) -> int:
-    """Return one exit code for those of all hosts.
-
-    Args:
-        codes: exit code of each host.
-        asked: whether the user has asked them to end.
-        finished: whether all steps are done.
-    """
+    """Return one exit code for those of all hosts."""
     if set(codes) == {0}:
         return 0 if finished else STOPPED
     if 2 in codes:

@@ -203,13 +203,7 @@ def ring_depths(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]
 
 
 def _of_layer(shape: Shape, save: str, size: Callable[[LayerProgram], Bytes]) -> PerCandidate:
-    """Return what a layer's program says of each candidate.
-
-    Args:
-        shape: candidates.
-        save: PipelineConfig.save, but "inputs".
-        size: what it says.
-    """
+    """Return what a layer's program says of each candidate."""
     names = tuple(shape.mesh)
     *how, batch = _columns(*shape.mesh.values(), shape.sequence_parallel, shape.micro_batch)
     found = np.zeros(batch.shape)
@@ -348,12 +342,7 @@ def _columns(*columns: PerCandidate) -> tuple[np.ndarray, ...]:
 
 
 def _link_states(shape: Shape, place: str) -> PerCandidate:
-    """Return the bytes of the state of a link whose codec is not low rank; 0 if it compresses nothing.
-
-    Args:
-        shape: candidates.
-        place: "backward" or "forward".
-    """
+    """Return the bytes of the state of a link whose codec is not low rank; 0 if it compresses nothing."""
     sequence, hidden, dtype = shape.model.sequence, shape.model.hidden, shape.model.dtype
 
     def one(batch: int, parts: int, rank: int) -> float:

@@ -125,12 +125,7 @@ def groups(candidate: Candidate) -> PlannedGroups | None:
 
 
 def _codecs(c: Candidate, data: bool) -> dict[str, dict[str, Any]]:
-    """Return the settings of codecs by place where nothing is compressed: one that is named would compress everything.
-
-    Args:
-        c: the plan.
-        data: whether gradients over data are compressed.
-    """
+    """Return the settings of codecs by place where nothing is compressed: a named one would compress everything."""
     used = {
         "backward": c.backward != "none",
         "forward": c.pipe > 1,

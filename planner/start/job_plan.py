@@ -151,13 +151,7 @@ def decide(group: ProcessGroup, machines: Machines, request: PlanRequest, why: s
 
 
 def _source(again: bool, reason: str, why: str) -> str:
-    """Return the origin of the plan, in words.
-
-    Args:
-        again: the plan is that of an earlier start.
-        reason: reason why it is that one, or is not.
-        why: see `decide`.
-    """
+    """Return the origin of the plan, in words."""
     if not why:
         return reason
     return f"{reason} (--replan: {why})" if again else f"made anew (--replan): {why}"
@@ -231,13 +225,7 @@ def _ends(cluster: Cluster) -> dict[str, object]:
 
 
 def _search(cluster: Cluster, request: PlanRequest, links: dict[str, object]) -> dict[str, object]:
-    """Search, and write plan and report; return the plan as JSON values.
-
-    Args:
-        request: what to plan.
-        cluster: measured cluster.
-        links: origin of the links' figures.
-    """
+    """Search, and write plan and report; return the plan as JSON values."""
     cluster, correction = run_record.corrected(cluster, request.out)
     more = {"links": links | _ends(cluster), "asked": request.asked(), **correction}
     found = plan_sections(request.values, cluster, request.options, predicted=more)
@@ -261,11 +249,7 @@ def _is_figure(*values: Any) -> bool:
 
 
 def _link_rows(links: object) -> list[tuple[str, str]]:
-    """Return the rows about the links that a plan was made for, without those that its file does not have as it should.
-
-    Args:
-        links: what `Plan.predicted` has of them.
-    """
+    """Return the rows about the links that a plan was made for, without those that its file lacks."""
     if not isinstance(links, dict):
         return []
     rows: list[tuple[str, str]] = []

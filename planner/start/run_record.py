@@ -42,11 +42,7 @@ _RECOMPUTES = ("inputs", "layer_inputs")  # save modes whose backward runs the l
 
 
 def _unsaid(config: Config) -> str:
-    """Return what of a run a row of the table cannot say, as a clause; empty: nothing.
-
-    Args:
-        config: configuration of the run.
-    """
+    """Return what of a run a row of the table cannot say, as a clause; empty: nothing."""
     m, compress, mesh = config.model, config.compress, config.mesh
     if config.groups > 1:
         return f"{config.groups} groups train apart, and a row has one ring over all data ranks"

@@ -55,10 +55,6 @@ def check(compression: Compression) -> None:
 def _check_link(compression: Compression, place: str, codec: Codec) -> None:
     """Require that a codec takes the messages between stages.
 
-    Args:
-        place: "backward" or "forward".
-        codec: its codec.
-
     Raises:
         UserError: the codec does not.
     """

@@ -295,12 +295,7 @@ class Compression:
         return jax.tree.map(lambda x: jnp.broadcast_to(x[tuple(stages)], (*every, *x.shape[1:])), one)
 
     def _init_link(self, codec: Codec, sender: jax.Array) -> Tree:
-        """Return the first state of a link's codec, [chunks, *shape].
-
-        Args:
-            codec: codec of the direction.
-            sender: the sending stage, int [].
-        """
+        """Return the first state of a link's codec, [chunks, *shape]."""
         state = codec.on_link(codec.init(self.message.shape, self.message.dtype), sender)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.layout.chunks, *jnp.shape(x))), state)
 
