@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from compress.hierarchical import Hierarchical as Hierarchical
     from compress.lowrank import LowRank as LowRank
     from compress.powersgd import PowerSGD as PowerSGD
-    from compress.powersgd import init_power as init_power
-    from compress.powersgd import mean_lowrank as mean_lowrank
     from compress.reducer import Reducer as Reducer
     from compress.reducer import Scattered as Scattered
     from compress.reducer import Shard as Shard
@@ -49,8 +47,6 @@ _EXPORTS = {
     "Scattered": "compress.reducer",
     "Shard": "compress.reducer",
     "codec_error": "compress.codec",
-    "init_power": "compress.powersgd",
-    "mean_lowrank": "compress.powersgd",
     "wire_bytes": "compress.codec",
 }
 __all__ = [*_EXPORTS]

@@ -53,7 +53,6 @@ class LowRank(Codec):
             alike.
         factors: dtype on the wire, one of subspace.FACTORS. "float32" is multiplied in full float32, the others as
             bfloat16.
-        form: "solve" (r x r factorisations only) or "qr" (slower, to check the other).
         implementation: implementation of the passes over whole matrices, one of kernels.IMPLEMENTATIONS.
         seed: seed of the first right factor.
 
@@ -69,14 +68,13 @@ class LowRank(Codec):
     rank: int
     error: str = "lazy"
     factors: str = "bfloat16"
-    form: str = "solve"
     implementation: str = "xla"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
-        known = {"error": ("none", "explicit", "lazy"), "factors": subspace.FACTORS, "form": subspace.FORMS}
+        known = {"error": ("none", "explicit", "lazy"), "factors": subspace.FACTORS}
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known are {', '.join(values)}")
@@ -108,7 +106,7 @@ class LowRank(Codec):
         old_p, old_w = (error.p, error.w) if isinstance(error, kernels.Lazy) else (None, None)
         matrix = x.reshape(-1, x.shape[-1])
         m, product = kernels.project(matrix, state.q, error, active, parts=True, implementation=run)
-        method = subspace.Method(self.factors, self.form, run)
+        method = subspace.Method(self.factors, run)
         p = subspace.left(product, method, old_p, active)
         s, g = kernels.backproject(m, p.thin, parts=True, implementation=run)
         w, q = subspace.right(s, g, state.q, state.first, method, old_w, active)

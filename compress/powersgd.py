@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,102 +21,17 @@ from compress.codec import Like, Passes
 from compress.collectives import Axis, mean_of_ranks, own_part, packed
 from compress.reducer import LeftOut, Reducer, Shard, Shards, squares
 
-Factors = tuple[jax.Array, jax.Array]
 
-
-Each = TypeVar("Each", jax.Array, list[jax.Array])
-
-
-class PowerState(NamedTuple, Generic[Each]):
-    """State of PowerSGD between steps: arrays of one matrix [n, k], or lists of those of many.
+class PowerState(NamedTuple):
+    """State of PowerSGD for one matrix [n, k] between steps.
 
     Attributes:
         error: [n, k] float32 part of the gradient that this data rank has not sent yet.
         q: [k, at most r_max] float32 right factor to start from, the same bits on all data ranks.
     """
 
-    error: Each
-    q: Each
-
-
-def init_power(shapes: Sequence[tuple[int, int]], rank: int, seed: int) -> PowerState[list[jax.Array]]:
-    """Return the state before the first step: no error, and random right factors.
-
-    Matrices of equal shapes start from equal factors.
-
-    Args:
-        shapes: shape (n, k) of each matrix.
-        rank: highest rank of the run; a matrix's factors have at most min(n, k) columns.
-        seed: seed of the right factors, the same on all data ranks.
-    """
-    ranks = [min(rank, n, k) for n, k in shapes]
-    first = {(k, r): subspace.initial(k, r, seed) for (_, k), r in zip(shapes, ranks)}
-    return PowerState(
-        error=[jnp.zeros(shape, jnp.float32) for shape in shapes],
-        q=[first[k, r] for (_, k), r in zip(shapes, ranks)],
-    )
-
-
-def _by_shape(function: Callable[..., jax.Array], *columns: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return [function(*row) for row in zip(*columns)], with one batched call for all rows of the same shapes."""
-    groups: dict[tuple, list[int]] = {}
-    for i, row in enumerate(zip(*columns, strict=True)):
-        groups.setdefault(tuple(x.shape for x in row), []).append(i)
-    results: dict[int, jax.Array] = {}
-    for group in groups.values():
-        batch = function(*(jnp.stack([column[i] for i in group]) for column in columns))
-        results |= dict(zip(group, batch))
-    return [results[i] for i in range(len(results))]
-
-
-def mean_lowrank(
-    matrices: Sequence[jax.Array],
-    state: PowerState[list[jax.Array]],
-    rank: int,
-    axis: Axis | None,
-    implementation: str = "xla",
-    form: str = "solve",
-    keep: bool = False,
-) -> tuple[list[Factors], PowerState[list[jax.Array]], LeftOut]:
-    """Return low-rank factors of the mean of many matrices over data ranks, with two all-reduces for all of them.
-
-    Data rank w has the gradient g_w and the error e_w. Then
-
-        M_w = g_w + e_w
-        P   = precondition(mean M_w Q)          all-reduce of [n, r]
-        W_w = M_w^T P (P^T P)^-1                so that P W_w^T projects M_w onto the span of P
-        W   = mean W_w                          all-reduce of [k, r]
-        e_w = M_w - P W_w^T                     kept for the next step
-
-    The result stands for the mean P W^T. Nothing is lost over ranks and time: the sum of all P W^T plus the last mean
-    e_w is the sum of all mean g_w plus the first mean e_w. That holds for every P. Each rank's error
-    subtracts the rank's own W_w, so no rank's solve has to be exact.
-
-    New errors take the memory of donated old ones. Each M_w is held between the all-reduces, in the memory of its
-    gradient if nothing else uses that.
-
-    Args:
-        matrices: [n, k] float32 gradients of this data rank.
-        state: state of the same matrices, in the same order.
-        rank: rank r of the factors, at most the columns of state.q; a lower one leaves q's last columns as they are.
-        axis: name of the data axis, or groups of its ranks; None if there is one data rank, which needs no collective.
-        implementation: implementation of the passes over matrices, one of kernels.IMPLEMENTATIONS.
-        form: "solve", or "qr" with an orthonormal P: the same up to rounding, at a higher cost.
-        keep: whether the old errors are needed later as well, because the step may be dropped; this saves a copy.
-
-    Returns:
-        (p [n, r], w [k, r]) of each matrix, float32, whose product p w^T is the mean. All ranks have the same bits of
-        w, and of p if equal devices compute equal bits of equal input.
-        The new state, and statistics of this rank, which cost nothing if they are not used.
-
-    References:
-        Vogels et al. 2019, PowerSGD, algorithm 1, with the least-squares fit of compress.subspace in place of
-        orthogonalisation.
-    """
-    kept = _encode(matrices, state, rank, implementation, keep)
-    arrived = _exchange(kept, axis, implementation, form)
-    state, left_out = _update(arrived, kept, implementation)
-    return list(zip(arrived.p, arrived.w)), state, left_out
+    error: jax.Array
+    q: jax.Array
 
 
 class Projected(NamedTuple):
@@ -149,44 +64,6 @@ class ReducedFactors(NamedTuple):
     own: list[jax.Array]
 
 
-def _encode(
-    matrices: Sequence[jax.Array], state: PowerState[list[jax.Array]], rank: int, implementation: str, keep: bool
-) -> Projected:
-    """Return the products that travel first, and what is kept; the arguments are those of `mean_lowrank`."""
-    projected = [
-        kernels.project(g, q[:, :rank], kernels.Explicit(e), keep=keep, implementation=implementation)
-        for g, q, e in zip(matrices, state.q, state.error, strict=True)
-    ]
-    shapes = [x.shape for x in matrices]
-    return Projected([m for m, _ in projected], [product for _, product in projected], state.q, shapes)
-
-
-def _exchange(kept: Projected, axis: Axis | None, implementation: str, form: str) -> ReducedFactors:
-    """Return the factors behind both all-reduces; the arguments are those of `mean_lowrank`."""
-    mean = functools.partial(_mean, axis=axis)
-    basis = (
-        subspace.orthonormal
-        if form == "qr"
-        else functools.partial(subspace.precondition, implementation=implementation)
-    )
-    solve = functools.partial(subspace.solve, implementation=implementation)
-    ps = _by_shape(basis, packed(mean, kept.product))
-    backprojected = [kernels.backproject(m, p, implementation=implementation) for m, p in zip(kept.m, ps)]
-    own = [s for s, _ in backprojected] if form == "qr" else _by_shape(solve, *zip(*backprojected))
-    return ReducedFactors(ps, packed(mean, own), own)
-
-
-def _update(
-    arrived: ReducedFactors, kept: Projected, implementation: str
-) -> tuple[PowerState[list[jax.Array]], LeftOut]:
-    """Return the next state and this rank's errors; the arguments are those of `mean_lowrank`."""
-    errors = [
-        kernels.residual(m, p, w, implementation=implementation) for m, p, w in zip(kept.m, arrived.p, arrived.own)
-    ]
-    qs = [lax.dynamic_update_slice(q, new, (0, 0)) for q, new in zip(kept.q, _by_shape(_warm_start, arrived.w))]
-    return PowerState(errors, qs), LeftOut(squares(errors), squares(kept.m))
-
-
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the rows and columns of an array as a matrix."""
     return shape[0], math.prod(shape[1:])
@@ -199,17 +76,36 @@ def largest_rank(shape: tuple[int, ...], min_ratio: float) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Reducer):
-    """Reducer by two thin factors with error feedback, see `mean_lowrank`; an array is a matrix of its rows.
+    """Reducer by two thin factors with error feedback; an array is a matrix of its rows.
+
+    Data rank w has the gradient g_w and the error e_w. Then
+
+        M_w = g_w + e_w
+        P   = precondition(mean M_w Q)          all-reduce of [n, r]
+        W_w = M_w^T P (P^T P)^-1                so that P W_w^T projects M_w onto the span of P
+        W   = mean W_w                          all-reduce of [k, r]
+        e_w = M_w - P W_w^T                     kept for the next step
+
+    The mean of the gradients is P W^T. Nothing is lost over ranks and time: the sum of all P W^T plus the last mean
+    e_w is the sum of all mean g_w plus the first mean e_w. That holds for every P. Each rank's error
+    subtracts the rank's own W_w, so no rank's solve has to be exact.
+
+    All ranks have the same bits of W, and of P if equal devices compute equal bits of equal input. Each M_w is held
+    between the all-reduces. A step may be dropped, so old errors stay until the new ones count.
 
     Attributes:
-        rank: columns of the factors; the highest rank of a run whose ranks change.
-        form: "solve" or "qr", see `mean_lowrank`.
+        rank: columns of the factors; the highest rank of a run whose ranks change. A matrix's factors have at most
+            min(n, k) columns.
         implementation: implementation of the passes over matrices, one of kernels.IMPLEMENTATIONS.
-        highest: columns of the state, if `rank` is one of lower levels; 0: those of `rank`.
+        highest: columns of the state, if `rank` is one of lower levels, which leave q's last columns as they are; 0:
+            those of `rank`.
+
+    References:
+        Vogels et al. 2019, PowerSGD, algorithm 1, with the least-squares fit of compress.subspace in place of
+        orthogonalisation.
     """
 
     rank: int
-    form: str = "solve"
     implementation: str = "xla"
     highest: int = 0
 
@@ -222,34 +118,44 @@ class PowerSGD(Reducer):
         """Return the reducer of another rank, with the same state."""
         return dataclasses.replace(self, rank=level, highest=self.highest or self.rank)
 
-    def init(self, shape: tuple[int, ...], shard: Shard) -> PowerState[jax.Array]:
-        """Return the state of one array: the same right factor for equal shapes; see `Reducer.init`."""
-        [error], [q] = init_power([_matrix(shape)], self.highest or self.rank, seed=0)
-        return PowerState(error, q)
+    def init(self, shape: tuple[int, ...], shard: Shard) -> PowerState:
+        """Return no error, and a random right factor, the same for equal shapes; see `Reducer.init`."""
+        n, k = _matrix(shape)
+        first = subspace.initial(k, min(self.highest or self.rank, n, k), seed=0)
+        return PowerState(jnp.zeros((n, k), jnp.float32), first)
 
     def takes(self, shape: tuple[int, ...], shard: Shard, min_ratio: float) -> bool:
         """Return whether the factors are small enough; see `Reducer.takes`."""
         return self.rank <= largest_rank(shape, min_ratio)
 
     def encode(
-        self, states: list[PowerState[jax.Array]], arrays: list[jax.Array], shards: Shards
+        self, states: list[PowerState], arrays: list[jax.Array], shards: Shards
     ) -> tuple[list[jax.Array], Projected]:
         """Return the products that travel first, and what the rank keeps; see `Reducer.encode`."""
-        matrices = [x.reshape(_matrix(x.shape)) for x in arrays]
-        together = PowerState([state.error for state in states], [state.q for state in states])
-        kept = _encode(matrices, together, self.rank, self.implementation, keep=True)
-        return kept.product, kept._replace(shapes=[x.shape for x in arrays])
+        run = functools.partial(kernels.project, keep=True, implementation=self.implementation)
+        projected = [
+            run(x.reshape(_matrix(x.shape)), state.q[:, : self.rank], kernels.Explicit(state.error))
+            for x, state in zip(arrays, states, strict=True)
+        ]
+        products = [product for _, product in projected]
+        kept = Projected([m for m, _ in projected], products, [s.q for s in states], [x.shape for x in arrays])
+        return products, kept
 
     def exchange(self, wire: list[jax.Array], kept: Projected, shards: Shards) -> ReducedFactors:
         """Return the factors, behind two all-reduces for all arrays; see `Reducer.exchange`."""
-        return _exchange(kept, shards[0].axis if shards else None, self.implementation, self.form)
+        axis, run = shards[0].axis if shards else None, self.implementation
+        mean = functools.partial(_mean, axis=axis)
+        ps = _by_shape(functools.partial(subspace.precondition, implementation=run), packed(mean, kept.product))
+        products = [kernels.backproject(m, p, implementation=run) for m, p in zip(kept.m, ps)]
+        own = _by_shape(functools.partial(subspace.solve, implementation=run), *zip(*products))
+        return ReducedFactors(ps, packed(mean, own), own)
 
-    def update(
-        self, arrived: ReducedFactors, kept: Projected, shards: Shards
-    ) -> tuple[list[PowerState[jax.Array]], LeftOut]:
+    def update(self, arrived: ReducedFactors, kept: Projected, shards: Shards) -> tuple[list[PowerState], LeftOut]:
         """Return the next states and this rank's errors; see `Reducer.update`."""
-        state, left_out = _update(arrived, kept, self.implementation)
-        return [PowerState(e, q) for e, q in zip(state.error, state.q)], left_out
+        run = functools.partial(kernels.residual, implementation=self.implementation)
+        errors = [run(m, p, w) for m, p, w in zip(kept.m, arrived.p, arrived.own)]
+        qs = [lax.dynamic_update_slice(q, new, (0, 0)) for q, new in zip(kept.q, _by_shape(_warm_start, arrived.w))]
+        return [PowerState(*one) for one in zip(errors, qs)], LeftOut(squares(errors), squares(kept.m))
 
     def decode(self, arrived: ReducedFactors, kept: Projected, shards: Shards) -> list[jax.Array]:
         """Return this rank's parts of the products of the factors; see `Reducer.decode`.
@@ -265,13 +171,11 @@ class PowerSGD(Reducer):
             means.append(product if shard.dim <= 0 else own_part(product, shard.axis, shard.dim))
         return means
 
-    def residual(self, state: PowerState[jax.Array], like: Like, shard: Shard) -> jax.Array:
+    def residual(self, state: PowerState, like: Like, shard: Shard) -> jax.Array:
         """Return the error; see `Reducer.residual`."""
         return state.error.reshape(like.shape)
 
-    def release(
-        self, state: PowerState[jax.Array], x: jax.Array, shard: Shard
-    ) -> tuple[jax.Array, PowerState[jax.Array]]:
+    def release(self, state: PowerState, x: jax.Array, shard: Shard) -> tuple[jax.Array, PowerState]:
         """Return the array plus its error, and the state without it; see `Reducer.release`."""
         return x + state.error.reshape(x.shape), state._replace(error=jnp.zeros_like(state.error))
 
@@ -287,6 +191,18 @@ class PowerSGD(Reducer):
     def describe(self) -> str:
         """Return the rank."""
         return f"rank {self.rank}"
+
+
+def _by_shape(function: Callable[..., jax.Array], *columns: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return [function(*row) for row in zip(*columns)], with one batched call for all rows of the same shapes."""
+    groups: dict[tuple, list[int]] = {}
+    for i, row in enumerate(zip(*columns, strict=True)):
+        groups.setdefault(tuple(x.shape for x in row), []).append(i)
+    results: dict[int, jax.Array] = {}
+    for group in groups.values():
+        batch = function(*(jnp.stack([column[i] for i in group]) for column in columns))
+        results |= dict(zip(group, batch))
+    return [results[i] for i in range(len(results))]
 
 
 def _mean(x: jax.Array, axis: Axis | None) -> jax.Array:

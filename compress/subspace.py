@@ -2,13 +2,13 @@
 
 A message M [n, k] travels as P W^T, by one step of subspace iteration per message (PowerSGD, Vogels et al. 2019):
 
-    P = precondition(M Q)  or  orthonormal(M Q)         [n, r]
+    P = precondition(M Q)                               [n, r]
     W = solve(M^T P, P^T P)                             [k, r]
     Q = warm_start(W, fixed random Q)                   [k, r], for the next message
 
 W is the least-squares fit of M by the columns of P. P therefore need not be orthonormal, only well-conditioned, so that
-neither quantised factors nor float32 sums lose more than they must. Every function batches over leading dims and
-computes in float32. All except `orthonormal` factorise r x r matrices only.
+neither quantised factors nor float32 sums lose more than they must. Every function batches over leading dims, computes
+in float32 and factorises r x r matrices only.
 
 A zero column stays exactly zero in every function, so zero columns make a rank below the number of columns.
 
@@ -140,21 +140,6 @@ def precondition(p: jax.Array, implementation: str = "xla") -> jax.Array:
     return _one_by_one(divided, gram, p)
 
 
-def orthonormal(p: jax.Array) -> jax.Array:
-    """Return orthonormal columns whose span holds p's [*, n, r], by Householder QR.
-
-    It is slower than `precondition` and serves to check it. Zero columns must be the last ones; they stay zero.
-    """
-
-    def found(p: jax.Array) -> jax.Array:
-        # With Cholesky's signs, a positive diagonal of R, so that the next Q is that of `precondition`, too.
-        q, upper = jnp.linalg.qr(p)
-        return q * jnp.where(jnp.diagonal(upper, axis1=-2, axis2=-1) < 0, -1, 1)[..., None, :]
-
-    p = _unit(p)
-    return jnp.where(jnp.any(p != 0, axis=-2, keepdims=True), _one_by_one(found, p), 0)
-
-
 def solve(s: jax.Array, g: jax.Array, implementation: str = "xla") -> jax.Array:
     """Return the W [*, k, r] for which P W^T is closest to M.
 
@@ -219,20 +204,15 @@ def dequantise(factor: Factor) -> jax.Array:
     return product.astype(jnp.bfloat16)
 
 
-FORMS = ("solve", "qr")
-
-
 class Method(NamedTuple):
-    """Form of a message's factors: how they are computed, and their dtype on the wire.
+    """How a message's factors are computed, and their dtype on the wire.
 
     Attributes:
         factors: dtype on the wire, one of FACTORS.
-        form: one of FORMS.
         implementation: one of kernels.IMPLEMENTATIONS.
     """
 
     factors: str
-    form: str = "solve"
     implementation: str = "xla"
 
 
@@ -266,9 +246,7 @@ def left(parts: jax.Array, method: Method, old: jax.Array | None = None, active:
         old: left factor [n, r] that a lazy error kept of the previous message.
         active: if it is False, `old` is kept, bit for bit.
     """
-    factors, form, implementation = method
-    if form == "qr":
-        return _half(orthonormal(parts.sum(-3)), factors, old, active)
+    factors, implementation = method
     if not uses_kernels(implementation):
         return _half(precondition(parts.sum(-3)), factors, old, active)
     shift, interpret = _shift(parts.shape[-1]), implementation == "interpret"
@@ -299,9 +277,9 @@ def right(
         old: right factor [k, r] that a lazy error kept of the previous message.
         active: if it is False, `old` and `q` are kept, bit for bit.
     """
-    factors, form, implementation = method
-    if form == "qr" or not uses_kernels(implementation):
-        fitted = s.sum(-3) if form == "qr" else solve(s.sum(-3), g.sum(-3))
+    factors, implementation = method
+    if not uses_kernels(implementation):
+        fitted = solve(s.sum(-3), g.sum(-3))
         following = warm_start(fitted, first.astype(jnp.float32)).astype(q.dtype)
         return _half(fitted, factors, old, active), jnp.where(active, following, q)
     interpret = implementation == "interpret"

@@ -6,5 +6,6 @@ gpu/          measurements on GPUs: `make gpu`
 bench/        benchmarks of the training step, the planner and the kernels: `make bench`
 memory/       what the compiler takes for small models, beside the closed form
 published/    steps that others published, beside predictions
+propagation.py    training with lazy error propagation and without
 environment.py    environments of scripts that bring their own dependencies
 """

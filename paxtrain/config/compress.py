@@ -20,7 +20,7 @@ class PlaceConfig(Checked):
         codec: codec of what travels there: a name of compress.codecs.named or package.module:Class. Empty: lowrank, or
             none where low rank is not offered.
         options: its options, the fields of its class (--config.compress.PLACE.options.NAME); those of lowrank are
-            `rank`, `ranks`, `error`, `factors` and `form`.
+            `rank`, `ranks`, `error` and `factors`.
     """
 
     codec: str = ""
@@ -64,7 +64,7 @@ class RankedConfig(PlaceConfig):
         require(
             not self.low_rank or not self.options,
             f"{at}.options.{next(iter(self.options), '')} is an option of a codec, but {at} has {LOW_RANK}, whose "
-            f"options are {at}.rank, error, factors and form",
+            f"options are {at}.rank, error and factors",
             {f"{at}.options": OUT},
         )
         for name in self.of_low_rank:
@@ -296,7 +296,6 @@ class CompressConfig(Checked):
             "lazy" (kept as factors, the fewest bytes), "explicit", or "none".
         factors: dtype of low rank's factors on the wire between stages: "float32", "bfloat16", "int8" (a scale per
             column), or "auto": the compute dtype.
-        form: method of the factors: "solve" (normal equations, no orthogonalisation) or "qr" (to check it).
         min_ratio: smallest ratio of a matrix's bytes to its factors' bytes; other matrices stay dense.
         implementation: implementation of the passes over whole matrices: "xla", "triton" or "mosaic" (Pallas kernels;
             mosaic is "wgmma" on H100 and H200 GPUs and "tcgen05" on B200 GPUs), or "auto": triton on H100 and H200
@@ -312,14 +311,12 @@ class CompressConfig(Checked):
     outer: ExchangesConfig = ExchangesConfig()
     error: str = "lazy"
     factors: str = "auto"
-    form: str = "solve"
     min_ratio: float = 2.0
     implementation: str = "auto"
 
     def check(self) -> None:
         choice("compress.error", self.error, ("lazy", "explicit", "none"))
         choice("compress.factors", self.factors, ("auto", "float32", "bfloat16", "int8"))
-        choice("compress.form", self.form, ("solve", "qr"))
         choice("compress.implementation", self.implementation, ("auto", "xla", "triton", "mosaic"))
         bounded("compress", self)
         require(self.min_ratio >= 0, f"compress.min_ratio must not be negative, got {self.min_ratio}")

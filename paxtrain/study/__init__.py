@@ -8,6 +8,5 @@ probe.py                measurements besides losses: bytes, errors of messages, 
 frontier.py             all codecs of the library, loss against bytes
 loss_probe.py           what codecs cost on a user's own model
 loss_probe_file.py      the same as a file, which the planner reads
-propagation.py          lazy error propagation, with it and without
 report.py plots.py      the page, its CSV files and its figures
 """

@@ -2,8 +2,8 @@
 
 The program trains one model several times, from the same start on the same data, and compresses more of the traffic
 each time. It then writes a page with a table, figures and conclusions. One device emulates all devices of the mesh and
-computes the same values. Bytes on the wire are read from the step as traced for the real mesh. --frontier, --probe and
---lep ask other questions with the same runs.
+computes the same values. Bytes on the wire are read from the step as traced for the real mesh. --frontier and --probe
+ask other questions with the same runs.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from paxtrain.config import Config, from_dict
 from paxtrain.config.options import PLACES, PROBED
 from paxtrain.errors import UserError, whole
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES
-from paxtrain.study import frontier, loss_probe, plots, propagation, report
+from paxtrain.study import frontier, loss_probe, plots, report
 from paxtrain.study.loss_probe_file import FILE
 from paxtrain.study.report import VariantResult
 from paxtrain.study.runs import Study
@@ -29,27 +29,23 @@ from paxtrain.study.variants import chosen, settled
 HINT = OVERRIDES
 _RANKS = (4, 8, 16)  # of the study
 _LONG = 100  # steps from which the study compares ranks; after fewer, seeds differ by more than ranks
-_MODES = ("frontier", "probe", "lep")
+_MODES = ("frontier", "probe")
 
 
 def define_flags() -> None:
     """Define this main's flags."""
     flags.DEFINE_string("out", "runs/study", "The folder for the page, the figures and the CSV files.")
-    description = (
-        "Runs of each kind, with the seeds from run.seed on; default: 1, and 3 with --frontier, --probe, --lep."
-    )
+    description = "Runs of each kind, with the seeds from run.seed on; default: 1, and 3 with --frontier or --probe."
     flags.DEFINE_integer("seeds", None, description, upper_bound=1000)
     description = f"Optimizer steps of each run; default: the configuration's, {frontier.STEPS} with --frontier, "
-    description += f"{loss_probe.STEPS} with --probe, {propagation.STEPS} with --lep."
+    description += f"{loss_probe.STEPS} with --probe."
     flags.DEFINE_integer("steps", None, description, lower_bound=1)
-    words = [",".join(map(str, ranks)) for ranks in (_RANKS, loss_probe.RANKS, propagation.RANKS)]
-    description = "Ranks of compressed backpropagation to compare; default: {} from {} steps on, {} with --probe, {} "
-    description += "with --lep."
+    words = [",".join(map(str, ranks)) for ranks in (_RANKS, loss_probe.RANKS)]
+    description = "Ranks of compressed backpropagation to compare; default: {} from {} steps on, {} with --probe."
     flags.DEFINE_list("ranks", [], description.format(words[0], _LONG, *words[1:]))
     flags.DEFINE_bool("real_mesh", False, "Train on as many devices as the mesh has, not on one that emulates them.")
     flags.DEFINE_bool("frontier", False, "Compare codecs instead: loss against bytes, on each axis.")
     flags.DEFINE_bool("probe", False, f"Write {FILE} for planner.plan instead: what codecs cost on this model.")
-    flags.DEFINE_bool("lep", False, "Compare lazy error propagation with none instead, at each rank.")
     description = f"Axes of --frontier, of {', '.join(frontier.AXES)}, default: {', '.join(frontier.DEFAULT_AXES)}; "
     description += f"or of --probe, of {', '.join(PROBED)}, default: {', '.join(PLACES)}."
     flags.DEFINE_list("axes", [], description)
@@ -114,16 +110,6 @@ def _probe(own: Config) -> str:
     return loss_probe.PAGE
 
 
-def _lep(config: Config) -> str:
-    """Train with lazy error propagation and without, write the page, and return its name."""
-    f = flags.FLAGS
-    others = propagation.variants(settled(config), _ranks(propagation.RANKS), _given(f.steps, propagation.STEPS))
-    seeds = _given(f.seeds, propagation.SEEDS)
-    study = Study(others[0].config, f.out, seeds, others, f.real_mesh, examined=False, counted=False, resume=f.resume)
-    print(propagation.write(study.config, _trained(study), study.out))
-    return propagation.PAGE
-
-
 def _study(config: Config) -> str:
     """Train all variants, write the page of the study, and return its name."""
     f = flags.FLAGS
@@ -163,7 +149,7 @@ def main(argv: Sequence[str]) -> None:
         )
     jax.config.update("jax_num_cpu_devices", config.mesh.devices)
     began = time.perf_counter()
-    made = {"frontier": _frontier, "probe": _probe, "lep": _lep, "": _study}[asked[0] if asked else ""](config)
+    made = {"frontier": _frontier, "probe": _probe, "": _study}[asked[0] if asked else ""](config)
     print(f"\n{os.path.join(f.out, made)} after {time.perf_counter() - began:.0f} s")
 
 

@@ -115,18 +115,6 @@ def test_explicit_and_lazy_decode_alike(dtype):
     assert bits(explicit.residual) == bits(lazy.residual)
 
 
-@pytest.mark.parametrize("error", ["explicit", "lazy", "none"])
-def test_inactive_messages_leave_no_trace(error):
-    """A link that is inactive every other time, beside an active one in the same program, ends as if it were alone."""
-    codec, t = trajectory(error, "float32", "float32")
-    given = jnp.repeat(t.given[:6], 2, axis=0).at[1::2].set(1e3)
-    active = jnp.arange(12) % 2 == 0
-    found = run(codec, given, active)
-    assert bits(jax.tree.map(lambda x: x[1::2], found.states)) == bits(jax.tree.map(lambda x: x[::2], found.states))
-    np.testing.assert_allclose(found.decoded[::2], t.decoded[:6], atol=1e-5)
-    np.testing.assert_allclose(found.residual[1::2], t.residual[:6], atol=1e-5)
-
-
 def test_ranks_of_links():
     """Links of one program have different ranks; columns beyond a link's rank are zero and need not travel."""
     codec, alone = trajectory("lazy", "bfloat16", "int8")
@@ -208,24 +196,7 @@ def test_errors_stay_bounded_over_ten_thousand_messages():
     assert forgotten[-1] > 50 * residual.max()
 
 
-@pytest.mark.parametrize("configuration", [("lazy", "bfloat16", "int8"), ("explicit", "float32", "float32")])
-def test_resumes_bit_for_bit(configuration):
-    codec, t = trajectory(*configuration)
-    encode = jax.jit(codec.encode)
-    straight = codec.init(SHAPE, t.given.dtype)
-    for i in range(6):
-        if i == 3:
-            saved = jax.tree.map(np.asarray, straight)
-        wire, straight = encode(straight, t.given[i])
-    resumed = jax.tree.map(jnp.asarray, saved)
-    for i in range(3, 6):
-        wire_of_resumed, resumed = jax.jit(codec.encode)(resumed, t.given[i])
-    assert bits((wire_of_resumed, resumed)) == bits((wire, straight))
-    # The factors and the message of before the interruption matter.
-    assert bits(jax.jit(codec.encode)(codec.init(SHAPE, t.given.dtype), t.given[5])) != bits((wire, straight))
-
-
-def test_forms_and_implementations_agree():
+def test_implementations_agree():
     """The comparison takes a first message, because small differences grow in later ones."""
     x = messages("float32", 1)[0]
 
@@ -234,8 +205,7 @@ def test_forms_and_implementations_agree():
         wire, state = codec.encode(codec.init(SHAPE, "float32"), x)
         return codec.decode(wire, x), codec.residual(state, x)
 
-    variants = {"form": "solve"}, {"form": "qr"}, {"implementation": "interpret"}
-    sent = [send(LowRank(RANK, factors="float32", **variant)) for variant in variants]
+    sent = [send(LowRank(RANK, factors="float32", implementation=name)) for name in ("xla", "interpret")]
     for decoded, residual in sent:
         np.testing.assert_allclose(decoded + residual, x, atol=1e-5)
         assert np.linalg.norm(decoded - sent[0][0]) < 1e-4 * np.linalg.norm(x)
@@ -244,7 +214,7 @@ def test_forms_and_implementations_agree():
 
 
 def test_bad_arguments():
-    for bad in ({"error": "lasy"}, {"factors": "int4"}, {"form": "svd"}, {"rank": 0}):
+    for bad in ({"error": "lasy"}, {"factors": "int4"}, {"rank": 0}):
         with pytest.raises(ValueError, match=r"unknown|at least"):
             LowRank(**{"rank": 4} | bad)
     with pytest.raises(ValueError, match="rank 25 is above the full rank of a 40 x 24 message"):

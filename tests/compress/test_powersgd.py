@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from compress.powersgd import PowerState, init_power, mean_lowrank
+from compress.powersgd import PowerSGD, PowerState
+from compress.reducer import Shard, mean
 from paxtrain.xla import hlo
 from tests.compress.ranks import mapped
 
@@ -19,24 +20,28 @@ ZERO, DEFICIENT = 4, 5
 STEPS = 6
 
 
-def reduce(matrices, state, rank=RANK, axis="data", form="solve"):
-    """Return the means that the factors of mean_lowrank stand for, the state and the statistics."""
-    factors, state, stats = mean_lowrank(matrices, state, rank, axis, form=form)
-    return [p @ w.T for p, w in factors], state, stats
+def reduce(matrices, states, rank=RANK, axis="data"):
+    """Return the means, which all ranks need whole, the states and the statistics."""
+    shards = [Shard(axis, jax.lax.axis_size(axis) if axis else 1, -1)] * len(matrices)
+    return mean(PowerSGD(rank, highest=max(rank, RANK)), states, matrices, shards)
 
 
 @functools.cache
-def step(ranks, rank=RANK, form="solve"):
-    return mapped(functools.partial(reduce, rank=rank, form=form), ranks)
+def step(ranks, rank=RANK):
+    return mapped(functools.partial(reduce, rank=rank), ranks)
+
+
+def first(shapes, rank=RANK):
+    return [PowerSGD(rank).init(shape, Shard(None, 1, -1)) for shape in shapes]
 
 
 @functools.cache
-def first_state(shapes):
-    return jax.tree.map(np.asarray, init_power(shapes, RANK, seed=3))
+def first_states(shapes):
+    return jax.tree.map(np.asarray, first(shapes))
 
 
 def start(ranks, shapes=SHAPES):
-    return jax.tree.map(lambda x: np.broadcast_to(x, (ranks, *x.shape)), first_state(shapes))
+    return jax.tree.map(lambda x: np.broadcast_to(x, (ranks, *x.shape)), first_states(shapes))
 
 
 @functools.cache
@@ -53,7 +58,7 @@ def gradients(ranks):
 
 @functools.cache
 def trajectory(ranks):
-    """Return means, state and statistics of each step in numpy; the state before the first step comes first."""
+    """Return means, states and statistics of each step in numpy."""
     state, found = start(ranks), []
     for matrices in gradients(ranks):
         means, state, stats = step(ranks)(matrices, state)
@@ -69,11 +74,6 @@ def power_sgd(matrices, errors, q):
     return p @ own.mean(0).T, m - p @ own.transpose(0, 2, 1)
 
 
-def some(tree, matrices):
-    """Return only these matrices' arrays of a list or a state."""
-    return jax.tree.map(lambda xs: [xs[i] for i in matrices], tree, is_leaf=lambda x: isinstance(x, list))
-
-
 def norm(x):
     return float(np.linalg.norm(x))
 
@@ -81,32 +81,31 @@ def norm(x):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 class TestMeanLowRank:
     def test_matches_float64_and_its_errors_follow(self, ranks):
-        q = [x[0] for x in start(ranks).q]
         for i in set(range(len(SHAPES))) - {ZERO, DEFICIENT}:
-            errors, before = np.zeros(()), q[i]
+            errors, before = np.zeros(()), start(ranks)[i].q[0]
             for matrices, (means, state, _) in zip(gradients(ranks), trajectory(ranks)):
                 expected, errors = power_sgd(matrices[i], errors, before)
-                before = state.q[i][0]
+                before = state[i].q[0]
                 scale = norm(matrices[i])
                 assert norm(means[i][0] - expected) < 1e-5 * scale
-                assert norm(state.error[i] - errors) < 1e-5 * scale
+                assert norm(state[i].error - errors) < 1e-5 * scale
 
     def test_results_and_right_factors_are_the_same_bits_on_all_ranks(self, ranks):
         for means, state, _ in trajectory(ranks):
-            for x in [*means, *state.q]:
+            for x in [*means, *(one.q for one in state)]:
                 assert np.array_equal(x, np.broadcast_to(x[:1], x.shape))
 
     def test_what_is_sent_and_what_is_kept_add_up(self, ranks):
         for i in range(len(SHAPES)):
             sent = sum(means[i][0].astype(np.float64) for means, _, _ in trajectory(ranks))
-            kept = trajectory(ranks)[-1][1].error[i].astype(np.float64).mean(0)
+            kept = trajectory(ranks)[-1][1][i].error.astype(np.float64).mean(0)
             given = sum(matrices[i].astype(np.float64).mean(0) for matrices in gradients(ranks))
             assert norm(sent + kept - given) <= 2e-6 * norm(given)
 
     def test_zero_and_deficient_matrices(self, ranks):
         for means, state, _ in trajectory(ranks):
             assert all(np.isfinite(x).all() for x in jax.tree.leaves((means, state)))
-            assert not means[ZERO].any() and not state.error[ZERO].any()
+            assert not means[ZERO].any() and not state[ZERO].error.any()
         if ranks == 1:  # several ranks' matrices of rank 1 are not of rank 1 together
             means, _, _ = trajectory(ranks)[0]
             given = gradients(ranks)[0][DEFICIENT]
@@ -115,8 +114,8 @@ class TestMeanLowRank:
     def test_statistics(self, ranks):
         before = start(ranks)
         for matrices, (_, state, stats) in zip(gradients(ranks), trajectory(ranks)):
-            total = [np.square(m + e).sum((1, 2), dtype=np.float64) for m, e in zip(matrices, before.error)]
-            left = [np.square(e).sum((1, 2), dtype=np.float64) for e in state.error]
+            total = [np.square(m + e).sum((1, 2), dtype=np.float64) for m, (e, _) in zip(matrices, before)]
+            left = [np.square(e).sum((1, 2), dtype=np.float64) for e, _ in state]
             np.testing.assert_allclose(stats.total, sum(total), rtol=1e-5)
             np.testing.assert_allclose(stats.left, sum(left), rtol=1e-5)
             assert (stats.left < stats.total).all()
@@ -127,56 +126,38 @@ def test_without_the_errors_what_is_sent_does_not_add_up():
     state, sent = start(2), 0
     for matrices in gradients(2):
         means, state, _ = step(2)(matrices, state)
-        state = state._replace(error=start(2).error)
+        state = [one._replace(error=zero.error) for one, zero in zip(state, start(2))]
         sent = sent + means[0][0]
     given = sum(matrices[0].mean(0) for matrices in gradients(2))
     assert norm(sent - given) > 0.1 * norm(given)
 
 
-def test_a_state_from_a_checkpoint_continues_bit_exactly():
-    middle = trajectory(2)[STEPS // 2 - 1][1]  # numpy
-    for matrices, expected in zip(gradients(2)[STEPS // 2 :], trajectory(2)[STEPS // 2 :]):
-        found = step(2)(matrices, middle)
-        assert all(map(np.array_equal, *map(jax.tree.leaves, (found, expected))))
-        middle = found[1]
-
-
-def test_forms_agree_in_every_step():
-    state = some(start(2), [0, 2])
-    for matrices, (expected, _, _) in zip(gradients(2), trajectory(2)):
-        given = [matrices[0], matrices[2]]
-        means, state, _ = step(2, form="qr")(given, state)
-        for mean, other, m in zip(means, (expected[0], expected[2]), given):
-            assert norm(mean - other) <= 2e-5 * norm(m)
-
-
 def test_a_lower_rank_uses_and_changes_the_first_columns_only():
-    before = some(trajectory(2)[0][1], [0])
-    given = gradients(2)[1][0]
-    (mean,), after, _ = step(2, rank=2)([given], before)
-    expected, error = power_sgd(given, before.error[0], before.q[0][0, :, :2])
-    assert norm(mean[0] - expected) < 1e-5 * norm(given)
-    assert norm(after.error[0] - error) < 1e-5 * norm(given)
-    assert np.array_equal(after.q[0][:, :, 2:], before.q[0][:, :, 2:])
-    assert not np.array_equal(after.q[0][:, :, :2], before.q[0][:, :, :2])
+    before, given = trajectory(2)[0][1][0], gradients(2)[1][0]
+    [found], [after], _ = step(2, rank=2)([given], [before])
+    expected, error = power_sgd(given, before.error, before.q[0, :, :2])
+    assert norm(found[0] - expected) < 1e-5 * norm(given)
+    assert norm(after.error - error) < 1e-5 * norm(given)
+    assert np.array_equal(after.q[:, :, 2:], before.q[:, :, 2:])
+    assert not np.array_equal(after.q[:, :, :2], before.q[:, :, :2])
 
 
 def test_one_rank_needs_no_axis():
-    alone = jax.tree.map(lambda x: x[0], (gradients(1)[0][:1], some(start(1), [0])))
+    alone = jax.tree.map(lambda x: x[0], (gradients(1)[0][:1], start(1)[:1]))
     means, state, _ = jax.jit(functools.partial(reduce, axis=None))(*alone)
     expected, expected_state, _ = trajectory(1)[0]
     np.testing.assert_allclose(means[0], expected[0][0], atol=1e-5)
-    np.testing.assert_allclose(state.error[0], expected_state.error[0][0], atol=1e-5)
+    np.testing.assert_allclose(state[0].error, expected_state[0].error[0], atol=1e-5)
 
 
 def test_virtual_ranks_agree_with_real_ones():
     run = jax.jit(jax.vmap(reduce, axis_name="data"))
-    means, state, _ = run(gradients(4)[0][:2], some(start(4), [0, 1]))
+    means, state, _ = run(gradients(4)[0][:2], start(4)[:2])
     expected, expected_state, _ = trajectory(4)[0]
     for i in (0, 1):
         np.testing.assert_allclose(means[i], expected[i], atol=1e-5)
-        np.testing.assert_allclose(state.error[i], expected_state.error[i], atol=1e-5)
-        np.testing.assert_allclose(state.q[i], expected_state.q[i], atol=1e-4)
+        np.testing.assert_allclose(state[i].error, expected_state[i].error, atol=1e-5)
+        np.testing.assert_allclose(state[i].q, expected_state[i].q, atol=1e-4)
 
 
 def test_a_constant_gradient_is_approximated_almost_as_well_as_can_be():
@@ -186,10 +167,10 @@ def test_a_constant_gradient_is_approximated_almost_as_well_as_can_be():
     m = (u * singular @ v.T).astype(np.float32)
 
     def iterate(state, _):
-        means, state, _ = reduce([m], state, 8, None)
-        return state._replace(error=[jnp.zeros_like(m)]), means[0]
+        means, [state], _ = reduce([m], state, 8, None)
+        return [state._replace(error=jnp.zeros_like(m))], means[0]
 
-    _, means = jax.jit(lambda s: lax.scan(iterate, s, length=20))(init_power([m.shape], 8, 0))
+    _, means = jax.jit(lambda s: lax.scan(iterate, s, length=20))(first([m.shape], 8))
     best = norm(singular[8:])
     assert norm(means[-1] - m) < 1.02 * best < norm(means[0] - m)
 
@@ -204,7 +185,7 @@ def test_after_zero_gradients_compression_recovers():
         return state, means[0]
 
     history = jnp.stack([*[0 * m] * 5, *[one] * 20, m])
-    _, means = jax.jit(lambda s: lax.scan(iterate, s, history))(init_power([m.shape], 8, 0))
+    _, means = jax.jit(lambda s: lax.scan(iterate, s, history))(first([m.shape], 8))
     assert norm(means[-1] - m) < 1e-3 * norm(m)
 
 
@@ -219,12 +200,12 @@ def norms_of_errors(local, steps):
         key = jax.random.fold_in(key, lax.axis_index("data"))
         g = common + jax.random.normal(key, common.shape)
         means, after, _ = reduce([g], state)
-        error = after.error if local else [g + state.error[0] - means[0]]
-        return PowerState(error, after.q)
+        error = after[0].error if local else g + state[0].error - means[0]
+        return [PowerState(error, after[0].q)]
 
     def iterate(state, key):
         state = jax.vmap(rank, (0, None), axis_name="data")(state, key)
-        return state, jnp.linalg.norm(state.error[0])
+        return state, jnp.linalg.norm(state[0].error)
 
     return np.asarray(jax.jit(lambda s: lax.scan(iterate, s, keys))(start(4, (common.shape,)))[1])
 

@@ -26,7 +26,8 @@ from jax import lax
 from compress import kernels
 from compress.codec import Tree
 from compress.lowrank import LowRank, LowRankState
-from compress.powersgd import PowerState, init_power, mean_lowrank
+from compress.powersgd import PowerSGD, PowerState
+from compress.reducer import Shard
 
 Pass = Callable[[Tree, Tree], Tree]  # (carry, inputs) -> carry
 
@@ -184,10 +185,13 @@ def compression(case: Matrices, implementation: str) -> Operation:
 
         return Operation(name, encode, codec.init((case.n, case.k), case.dtype), inputs[0], moved)
 
-    def reduce(state: PowerState, xs: list[jax.Array]) -> PowerState:
-        return mean_lowrank(xs, state, case.rank, None, implementation)[1]
+    reducer, shards = PowerSGD(case.rank, implementation), [Shard(None, 1, -1)] * case.number
 
-    return Operation(name, reduce, init_power([(case.n, case.k)] * case.number, case.rank, seed=0), inputs, moved)
+    def reduce(states: list[PowerState], xs: list[jax.Array]) -> list[PowerState]:
+        wire, kept = reducer.encode(states, xs, shards)
+        return reducer.update(reducer.exchange(wire, kept, shards), kept, shards)[0]
+
+    return Operation(name, reduce, [reducer.init((case.n, case.k), shard) for shard in shards], inputs, moved)
 
 
 def decompression(case: Matrices, implementation: str) -> Operation:

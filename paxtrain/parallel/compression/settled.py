@@ -102,7 +102,7 @@ class Compression:
     def _low_rank(self, rank: int) -> LowRank:
         """Return the codec that the configuration describes, at a rank."""
         c = self.config.compress
-        return LowRank(rank, error=c.error, factors=self._factors, form=c.form, implementation=self.implementation)
+        return LowRank(rank, error=c.error, factors=self._factors, implementation=self.implementation)
 
     @property
     def _backward_ranks(self) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class Compression:
         if c.data.chosen == "none":
             return None
         if c.data.low_rank:
-            made: Reducer = PowerSGD(c.data.rank, c.form, self.implementation)
+            made: Reducer = PowerSGD(c.data.rank, self.implementation)
         else:
             made = named_reducer(c, "data")
         if c.data.over(mesh.data) == "none":

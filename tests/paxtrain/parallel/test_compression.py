@@ -52,13 +52,13 @@ pytestmark = pytest.mark.once
         pytest.param(config((1, 3, 1), 2, layers=3, error="explicit", **FULL), marks=pytest.mark.slow),
         pytest.param(config((1, 3, 1), 2, layers=3, schedule="1f1b", error="explicit", **FULL), marks=pytest.mark.slow),
         config((1, 2, 2), 2, sequence=True, forward_messages="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
-        pytest.param(config(forward_messages="all", forward_rank=32, form="qr", **FULL), marks=pytest.mark.slow),
+        pytest.param(config(forward_messages="all", forward_rank=32, **FULL), marks=pytest.mark.slow),
         pytest.param(
             config((1, 2, 1), schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward_messages": "epilogue"})),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["explicit", "1f1b explicit", "sequence parallel", "forward too, qr", "interleaved epilogue"],
+    ids=["explicit", "1f1b explicit", "sequence parallel", "forward too", "interleaved epilogue"],
 )
 def test_full_rank_is_no_compression(c):
     loss, grads, *_ = evaluated(c)

@@ -174,14 +174,14 @@ def test_what_is_wrong_with_a_file_is_one_sentence(tmp_path, changes, sentence):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--probe", "--lep"], "--probe and --lep are different studies; choose one"),
+        (["--probe", "--frontier"], "--frontier and --probe are different studies; choose one"),
         (["--axes=data"], "--axes is of --frontier and --probe; add one of them"),
         (["--probe", "--seeds=1"], "--seeds must be 2 or more with --probe"),
         (["--probe", "--axes=between"], "--axes must be some of backward, forward, data, embedding with --probe"),
         (["--probe", "--codecs=int8,mine"], "compress.backward.codec=mine is no codec"),
         (["--probe", "--codecs=int8,"], "--codecs must be names joined by commas, got 'int8,'"),
         (["--probe", "--ranks=60"], "the largest useful rank is 21"),
-        (["--lep", "--ranks=0"], "--ranks must be numbers from 1 on"),
+        (["--probe", "--ranks=0"], "--ranks must be numbers from 1 on"),
     ],
 )
 def test_bad_flags_are_one_sentence_and_exit_code_2(home, tmp_path, monkeypatch, capfd, arguments, words):

@@ -96,7 +96,7 @@ def sent_low_rank(gradients, rank):
 @pytest.mark.once
 def test_errors_and_cosines_are_those_of_numpy():
     """Gradients from the plain model, compressed in numpy, equal those that the links of the virtual mesh record."""
-    compress = {"backward_messages": "all", "form": "qr", "error": "explicit"}
+    compress = {"backward_messages": "all", "error": "explicit"}
     config = configuration(compress=compress)
     trainer = Trainer(config, make_mesh(MeshConfig(), devices=jax.devices()[:1]), record=12, virtual=True)
     tokens = np.random.default_rng(0).integers(0, 257, (12, 9), dtype=np.int32)

@@ -1,7 +1,7 @@
-"""Lazy error propagation: the same training with it and without, at several ranks, over seeds.
+"""Lazy error propagation, with it and without, at several ranks: python -m experiments.propagation --out=runs/lep.
 
-`python -m paxtrain.study --lep` writes lep.csv and lep.md. All gradients between stages are compressed; everything else
-is dense. Runs of a seed begin alike and see the same batches, so they are compared pair by pair.
+It writes lep.csv and lep.md. All gradients between stages are compressed; everything else is dense. Runs of a seed
+begin alike and see the same batches, so they are compared pair by pair.
 """
 
 import csv
@@ -10,11 +10,17 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
-from paxtrain.config import Config
+from absl import flags
+
+from paxtrain import flags as shared_flags
+from paxtrain.command_line import OVERRIDES, run
+from paxtrain.config import Config, from_dict
 from paxtrain.model import parameters
 from paxtrain.study.report import VariantResult, by_run, differences, effect, markdown
-from paxtrain.study.variants import Variant, bare, shortened
+from paxtrain.study.runs import Study
+from paxtrain.study.variants import Variant, bare, settled, shortened
 
+HINT = OVERRIDES
 PAGE = "lep.md"
 RANKS = (2, 4, 8)
 STEPS, SEEDS = 60, 3
@@ -98,3 +104,21 @@ def write(config: Config, outcomes: list[VariantResult], out: pathlib.Path) -> s
     )
     (out / PAGE).write_text("\n\n".join(["# Lazy error propagation", setting, made]) + "\n")
     return made
+
+
+def define_flags() -> None:
+    """Define this main's flags."""
+    flags.DEFINE_string("out", "runs/lep", "The folder for the page and the CSV file.")
+    shared_flags.define_config("config", "study", "The configuration: a file, or the name of one in configs/.")
+
+
+def main(_: Sequence[str]) -> None:
+    """Train with lazy error propagation and without, and write the page."""
+    made = variants(settled(from_dict(flags.FLAGS.config)), RANKS, STEPS)
+    study = Study(made[0].config, flags.FLAGS.out, SEEDS, made, real_mesh=False, examined=False, counted=False)
+    study.keep_programs()
+    print(write(study.config, study.run(workers=3), study.out))
+
+
+if __name__ == "__main__":
+    run(main, define_flags, hint=HINT)

@@ -2,7 +2,8 @@
 
 import csv
 
-from paxtrain.study import frontier, loss_probe, propagation
+from experiments import propagation
+from paxtrain.study import frontier, loss_probe
 from paxtrain.study.report import VariantResult
 from tests.paxtrain.study.test_study import configuration
 
