@@ -11,10 +11,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
-from matplotlib.transforms import Bbox
 
 from paxtrain.config import CompressConfig, Config
 from paxtrain.config.options import LINKED, CodecOptions
@@ -23,7 +22,6 @@ from paxtrain.model import parameters
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
 from paxtrain.run import plots
-from paxtrain.study.plots import Label, Side, around, put_labels
 from paxtrain.study.report import VariantResult, by_run, differences, markdown
 from paxtrain.study.variants import Variant, bare, shortened
 
@@ -85,13 +83,8 @@ RATES = (1, 10, 100)  # of links, Gbit/s
 STEPS, SEEDS = 50, 3
 _DEVICE = "H100"  # whose memory codecs read and write in the modelled time
 _EQUAL, _APART = 0.02, 0.02  # share within which amounts are equal; how far apart they stand, as a share of the width
-_LINE, _POINT, _INK = "#d9822b", "#2f6f9f", "#22272e"
-# Sides of a point for its label, the far ones with a line to it.
-_SIDES: tuple[Side, ...] = tuple(
-    ((far * x, far * y), {1: "left", 0: "center", -1: "right"}[x], {1: "bottom", 0: "center", -1: "top"}[y])
-    for far in (7, 18, 30, 44, 60)
-    for x, y in ((1, 0), (1, 1), (1, -1), (-1, 0), (-1, 1), (-1, -1), (0, 1), (0, -1))
-)
+_LINE, _INK = "#9aa3ab", "#22272e"
+_COLORS = matplotlib.color_sequences["tab20"]
 
 
 CODECS = tuple(dict.fromkeys(point.codec for point in POINTS))
@@ -266,11 +259,12 @@ def _panel(axes: Axes, some: list[CodecLoss], amounts: Sequence[float], dense: f
     plots.style(axes)
     axes.axhspan(-1, 1, color="#e9f2ea", zorder=0)
     axes.axhline(0, color=_INK, linewidth=0.9)
-    axes.plot(dense, 0, color=_INK, marker="D", linestyle="none")
+    axes.plot(dense, 0, color=_INK, marker="D", linestyle="none", label=DENSE)
     shown = _apart(amounts)
-    for row, x in zip(some, shown, strict=True):
+    for n, (row, x) in enumerate(zip(some, shown, strict=True)):
         spread = [[row.mean - min(row.losses)], [max(row.losses) - row.mean]]
-        axes.errorbar(x, row.mean, spread, color=_POINT, marker="o", markersize=5, capsize=3, elinewidth=1)
+        style: dict[str, Any] = {"color": _COLORS[n % len(_COLORS)], "marker": "o", "markersize": 5, "label": row.label}
+        axes.errorbar(x, row.mean, spread, linestyle="none", capsize=3, elinewidth=1, **style)
     means = [row.mean for row in some]
     line = best([*amounts, dense], [*means, 0.0])
     axes.plot(*zip(*(((*shown, dense)[i], (*means, 0.0)[i]) for i in line)), color=_LINE, linewidth=1.2, zorder=1)
@@ -315,18 +309,7 @@ def _draw(axis: str, some: list[CodecLoss], out: pathlib.Path) -> str:
         _panel(axes, some, amounts, end, title)
     figure.suptitle(AXES[axis].words.capitalize(), fontsize=12, x=0.01, ha="left")
     figure.supylabel("validation loss against dense: mean, lowest and highest of the seeds", fontsize=10)
-    figure.draw_without_rendering()
-    for axes, (_, amounts, end) in zip(grid, panels, strict=True):
-        shown = _apart(amounts)
-        points = [*zip(shown, (row.mean for row in some), strict=True), (end, 0.0)]
-        taken = around(axes, axes.transData.transform(points), 5)
-        zero = axes.transData.transform((1, 0))[1]
-        taken.append(Bbox([[axes.bbox.x0, zero - 1], [axes.bbox.x1, zero + 1]]))
-        for row, x in zip(some, shown, strict=True):
-            along = np.linspace(min(row.losses), max(row.losses), 12)
-            taken += around(axes, axes.transData.transform([(x, y) for y in along]), 2)
-        names = [*(row.label for row in some), DENSE]
-        put_labels(axes, [Label(name, point, _INK, _SIDES) for name, point in zip(names, points, strict=True)], taken)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     name = f"frontier_{axis}.png"
     figure.savefig(out / name, dpi=100)
     return name

@@ -3,14 +3,11 @@
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, PercentFormatter
-from matplotlib.transforms import Bbox
 
 from paxtrain.config import Config
 from paxtrain.run import plots
@@ -35,34 +32,9 @@ _SWEEP = "#8fb3cf"
 _KIND_COLORS = dict(zip(KINDS, ("#5b8db8", "#d9822b", "#8aa83a", "#c0392b", "#8e5aa8", "#9aa3ab"), strict=True))
 _LINKS = ("#2f6f9f", "#d9822b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#22272e")
 _BAND = "#e9f2ea"
-_FAR = 15  # points between a label and its point from which on a line joins them
-# Sides of a point for its label, by preference: offset in points, horizontal and vertical alignment.
-Side = tuple[tuple[float, float], str, str]
-_SIDES: tuple[Side, ...] = (
-    ((0, 11), "center", "bottom"),
-    ((0, -11), "center", "top"),
-    ((-9, 0), "right", "center"),
-    ((9, 0), "left", "center"),
-)
 _TITLE = {"fontsize": 10, "loc": "left"}
 
 ResultsByName = dict[str, list[VariantResult]]
-
-
-class Label(NamedTuple):
-    """The label of a point.
-
-    Attributes:
-        text: what it says.
-        point: the point, in the axes' units.
-        color: color of the text.
-        sides: sides of the point where it may be, by preference.
-    """
-
-    text: str
-    point: tuple[float, float]
-    color: str
-    sides: Sequence[Side] = _SIDES
 
 
 def _signed(percent: float, _: float) -> str:
@@ -86,41 +58,6 @@ def _points(runs: ResultsByName) -> dict[str, tuple[float, float]]:
     return {name: (group[0].total_bytes / 1e6, float(np.mean(differences(runs, name)))) for name, group in runs.items()}
 
 
-def around(axes: Axes, points: np.ndarray, width: float) -> list[Bbox]:
-    """Return boxes around places, for `put_labels`.
-
-    Args:
-        axes: axes of the figure.
-        points: places [n, 2] in pixels, as `axes.transData` gives them.
-        width: half of a box's width and height, in points.
-    """
-    half = width / 72 * cast(Figure, axes.figure).dpi
-    return [Bbox([xy - half, xy + half]) for xy in points]
-
-
-def put_labels(axes: Axes, labels: Sequence[Label], taken: list[Bbox]) -> None:
-    """Write labels beside their points, where they cover nothing, if there is such a place.
-
-    Args:
-        axes: axes with the points, in a figure that has been drawn with all of its parts.
-        labels: the labels; the first ones choose first.
-        taken: boxes in pixels that no label should cover; the labels' own are appended.
-    """
-    for label in labels:
-        for side in label.sides:
-            place: dict[str, Any] = dict(zip(("xytext", "ha", "va"), side), textcoords="offset points")
-            if max(map(abs, side[0])) > _FAR:
-                place["arrowprops"] = {"arrowstyle": "-", "color": label.color, "linewidth": 0.5, "alpha": 0.6}
-            text = axes.annotate(label.text, label.point, fontsize=8, color=label.color, **place)
-            text.get_window_extent()  # puts the text where it belongs
-            box = Text.get_window_extent(text)  # without the line
-            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0
-            if side == label.sides[-1] or (inside and not any(map(box.overlaps, taken))):
-                break
-            text.remove()
-        taken.append(box)
-
-
 def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
     """Draw the validation loss of each variant, relative to the dense one's, against its bytes.
 
@@ -130,7 +67,8 @@ def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
     axes.axhline(0, color=_COLORS["dense"], linewidth=0.9)
     points = _points(runs)
     sweep = [name for name in runs if name not in _COLORS]
-    axes.plot(*zip(*_sweep(runs)), color=_SWEEP, linewidth=1.3, zorder=1)
+    line = sorted(points[name] for name in ("cb", *sweep))
+    axes.plot(*zip(*line), color=_SWEEP, linewidth=1.3, zorder=1, label="CB at other ranks" if sweep else None)
     for name, group in runs.items():
         size, mean = points[name]
         found = differences(runs, name)
@@ -140,6 +78,7 @@ def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
             mean,
             spread,
             color=_color(name),
+            label=None if name in sweep else group[0].label,
             marker="o",
             # CB without error feedback sends as many bytes as with it, and often ends at the same loss.
             markersize={"cb_naive": 13}.get(name, 6 if name in sweep else 8),
@@ -157,34 +96,7 @@ def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
     axes.set_xlabel("MB on all links per step")
     axes.set_ylabel("validation loss against dense")
     axes.yaxis.set_major_formatter(_signed)
-
-
-def _sweep(runs: ResultsByName) -> list[tuple[float, float]]:
-    """Return the points of CB at all ranks."""
-    return sorted(point for name, point in _points(runs).items() if name == "cb" or name not in _COLORS)
-
-
-def _label(axes: Axes, runs: ResultsByName) -> None:
-    """Write each variant's label beside its point, where it covers no point, label or line, if there is such a place.
-
-    Args:
-        axes: axes with the points, in a figure that has all of its parts.
-        runs: results by name.
-    """
-    assert isinstance(axes.figure, Figure)
-    axes.figure.draw_without_rendering()  # places the axes
-    points, line = _points(runs), axes.transData.transform(_sweep(runs))
-    along = np.linspace(0, len(line) - 1, 30 * len(line))
-    line = np.stack([np.interp(along, np.arange(len(line)), part) for part in line.T], axis=-1)
-    zero = axes.transData.transform((0, 0))[1]
-    taken = [Bbox([[axes.bbox.x0, zero - 1], [axes.bbox.x1, zero + 1]])]
-    for some, width in ((axes.transData.transform(list(points.values())), 5), (line, 1)):
-        taken += around(axes, some, width)
-    labels = []
-    for name, point in sorted(points.items(), key=lambda item: -item[1][0]):
-        sides, color = (_SIDES, _color(name)) if name in _COLORS else (_SIDES[2:], "#5b7f9c")
-        labels.append(Label(runs[name][0].label, point, color, sides))
-    put_labels(axes, labels, taken)
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _bytes_by_kind(axes: Axes, runs: ResultsByName) -> None:
@@ -215,7 +127,6 @@ def _overview(runs: ResultsByName) -> Figure:
         plots.style(axes)
     _loss_against_bytes(left, runs)
     _bytes_by_kind(right, runs)
-    _label(left, runs)
     return figure
 
 
