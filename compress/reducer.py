@@ -60,81 +60,45 @@ class Reducer(Protocol):
     must be hashable, with a `repr` that shows every setting, and its functions are traced. If an array is not finite,
     its mean must not be finite either, because the trainer then skips the step. A reducer that exchanges by the
     functions of compress.collectives also reduces between groups of ranks.
+
+    Arguments of its functions:
+        shape, like, x: shape of an array, an array or shape of it, and the gradient of this rank.
+        shard, shards: what each rank keeps of the mean of an array, and of those of all arrays.
+        state, states: state of an array, and of all arrays.
+        wire, kept: what `encode` returns first and second.
+        arrived: what `exchange` returns.
+        min_ratio: factor by which the configuration asks arrays to become smaller.
     """
 
     def init(self, shape: tuple[int, ...], shard: Shard) -> State:
-        """Return the state of one array before the first step; it has the same structure for all arrays.
-
-        Args:
-            shape: shape of the array.
-            shard: what each rank keeps of its mean.
-        """
+        """Return the state of one array before the first step; it has the same structure for all arrays."""
 
     def takes(self, shape: tuple[int, ...], shard: Shard, min_ratio: float) -> bool:
-        """Return whether an array should be reduced by this reducer; if not, it is reduced as it is.
-
-        Args:
-            shape: shape of the array.
-            shard: what each rank keeps of its mean.
-            min_ratio: factor by which the configuration asks arrays to become smaller.
-        """
+        """Return whether an array should be reduced by this reducer; if not, it is reduced as it is."""
 
     def refusal(self, shape: tuple[int, ...], shard: Shard) -> str:
         """Return a sentence about why an array's parts cannot go through the reducer's codec; "" if they can.
 
         `takes` may raise for an array of which this says something.
-
-        Args:
-            shape: shape of the array.
-            shard: what each rank keeps of its mean.
         """
         return ""
 
     def encode(self, states: list[State], arrays: list[jax.Array], shards: Shards) -> tuple[Wire, Context]:
-        """Return what a rank sends first, and what it keeps for the other functions.
-
-        Args:
-            states: state of each array.
-            arrays: gradients of this rank.
-            shards: what each rank keeps of each mean.
-        """
+        """Return what a rank sends first, and what it keeps for the other functions."""
 
     def exchange(self, wire: Wire, kept: Context, shards: Shards) -> Arrived:
-        """Return what has arrived at this rank after all exchanges.
-
-        Args:
-            wire: what `encode` returned first.
-            kept: what it returned second.
-            shards: what each rank keeps of each mean.
-        """
+        """Return what has arrived at this rank after all exchanges."""
 
     def update(self, arrived: Arrived, kept: Context, shards: Shards) -> tuple[list[State], LeftOut]:
-        """Return the next state of each array, and how much this rank has left out.
-
-        Args:
-            arrived: what `exchange` returned.
-            kept: what `encode` returned second.
-            shards: what each rank keeps of each mean.
-        """
+        """Return the next state of each array, and how much this rank has left out."""
 
     def decode(self, arrived: Arrived, kept: Context, shards: Shards) -> list[jax.Array]:
-        """Return this rank's part of the mean of each array, in float32.
-
-        Args:
-            arrived: what `exchange` returned.
-            kept: what `encode` returned second.
-            shards: what each rank keeps of each mean.
-        """
+        """Return this rank's part of the mean of each array, in float32."""
 
     def residual(self, state: State, like: Like, shard: Shard) -> jax.Array:
         """Return what this rank has left out of an array so far; zeros without error feedback.
 
         The sum of all means plus the mean of the ranks' residuals is the sum of the gradients' means.
-
-        Args:
-            state: state of the array.
-            like: array or shape whose shape the result has.
-            shard: what each rank keeps of its mean.
         """
         return jnp.zeros(like.shape, jnp.float32)
 
@@ -142,11 +106,6 @@ class Reducer(Protocol):
         """Return the array plus what earlier steps left out, and a state that has left out nothing.
 
         The trainer calls it for an array that the present level leaves as it is, and another level does not.
-
-        Args:
-            state: state of the array.
-            x: gradient of this rank.
-            shard: what each rank keeps of its mean.
         """
         return x + self.residual(state, x, shard), jax.tree.map(jnp.zeros_like, state)
 
@@ -162,31 +121,17 @@ class Reducer(Protocol):
     def traffic(self, shape: tuple[int, ...], shard: Shard) -> tuple[tuple[str, float], ...]:
         """Return the collectives of one array, and the bytes that a rank sends in each if they run over rings.
 
-        Args:
-            shape: shape of the array.
-            shard: what each rank keeps of its mean.
-
         Returns:
             Kinds, of "all-reduce", "all-to-all" and "all-gather", with bytes. Arrays share collectives. Those inside
             groups of neighbouring ranks are in `inside_traffic`.
         """
 
     def inside_traffic(self, shape: tuple[int, ...], shard: Shard) -> tuple[tuple[str, float], ...]:
-        """Return what `traffic` says of the collectives inside groups of neighbouring ranks: none without groups.
-
-        Args:
-            shape: shape of the array.
-            shard: what each rank keeps of its mean.
-        """
+        """Return what `traffic` says of the collectives inside groups of neighbouring ranks: none without groups."""
         return ()
 
     def wire_bytes(self, shape: tuple[int, ...], shard: Shard) -> float:
-        """Return the bytes that a rank sends for one array, in all collectives of `traffic`.
-
-        Args:
-            shape: shape of the array.
-            shard: what each rank keeps of its mean.
-        """
+        """Return the bytes that a rank sends for one array, in all collectives of `traffic`."""
         return sum(sent for _, sent in self.traffic(shape, shard))
 
     def passes(self) -> Passes:

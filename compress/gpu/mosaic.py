@@ -114,26 +114,12 @@ def _rows(
 
 
 def decode(units: Units, p: jax.Array, w: jax.Array) -> jax.Array:
-    """Return p w^T [*, n, k], as kernels.decode does.
-
-    Args:
-        units: one of UNITS.
-        p: left factor [*, n, r].
-        w: right factor [*, k, r].
-    """
+    """Return p w^T [*, n, k], as `kernels.decode` does, by one of UNITS."""
     return _rows(units, "lowrank_decode", (*p.shape[:-1], w.shape[-2]), Operands(p=p, w=w))[0]
 
 
 def residual(units: Units, m: jax.Array, p: jax.Array, w: jax.Array, active: jax.Array | bool = True) -> jax.Array:
-    """Return m - p w^T, as kernels.residual does, in the memory of m.
-
-    Args:
-        units: one of UNITS.
-        m: matrix [*, n, k].
-        p: left factor [*, n, r].
-        w: right factor [*, k, r].
-        active: if it is False, m is returned, bit for bit.
-    """
+    """Return m - p w^T, as `kernels.residual` does, in the memory of m, by one of UNITS."""
     return _rows(units, "lowrank_residual", m.shape, Operands(m=m, p=p, w=w), active)[0]
 
 
@@ -163,14 +149,9 @@ def project(
 
 
 def backproject(units: Units, m: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return partial sums of m^T p [*, parts, k, r] and p^T p [*, parts, r or more, r] in float32.
+    """Return partial sums of m^T p [*, parts, k, r] and p^T p [*, parts, r or more, r], see `kernels.backproject`.
 
     Further programs of the same kernel have p in place of m, whose tiles have zeros beyond p's columns.
-
-    Args:
-        units: one of UNITS.
-        m: matrix [*, n, k].
-        p: left factor [*, n, r].
     """
     *lead, n, k = m.shape
     batch, rank, across, along = math.prod(lead), p.shape[-1], k // units.rows, n // TILE

@@ -244,14 +244,7 @@ def _rows(
 
 
 def decode(p: jax.Array, w: jax.Array, dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
-    """Return p w^T [*, n, k], as kernels.decode does.
-
-    Args:
-        p: left factor [*, n, r].
-        w: right factor [*, k, r].
-        dtype: dtype of the result.
-        interpret: whether Pallas's interpreter runs the kernel.
-    """
+    """Return p w^T [*, n, k], as `kernels.decode` does; `interpret`: by Pallas's interpreter, here and below."""
     size = (*p.shape[:-1], w.shape[-2])
     return _rows("lowrank_decode", size, dtype, Operands(p=p, w=w), interpret=interpret)[0]
 
@@ -259,15 +252,7 @@ def decode(p: jax.Array, w: jax.Array, dtype: DTypeLike, *, interpret: bool = Fa
 def residual(
     m: jax.Array, p: jax.Array, w: jax.Array, active: jax.Array | bool = True, *, interpret: bool = False
 ) -> jax.Array:
-    """Return m - p w^T, as kernels.residual does, in the memory of m.
-
-    Args:
-        m: matrix [*, n, k].
-        p: left factor [*, n, r].
-        w: right factor [*, k, r].
-        active: if it is False, m is returned, bit for bit.
-        interpret: whether Pallas's interpreter runs the kernel.
-    """
+    """Return m - p w^T, as `kernels.residual` does, in the memory of m."""
     return _rows("lowrank_residual", m.shape, m.dtype, Operands(m=m, p=p, w=w), active=active, interpret=interpret)[0]
 
 
@@ -305,12 +290,7 @@ def project(
 def backproject(m: jax.Array, p: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """Return partial sums of m^T p [*, parts, k, r] and p^T p [*, parts, r, r] in float32.
 
-    Their sums over the parts are what kernels.backproject returns.
-
-    Args:
-        m: matrix [*, n, k].
-        p: left factor [*, n, r].
-        interpret: whether Pallas's interpreter runs the kernel.
+    Their sums over the parts are what `kernels.backproject` returns.
     """
     *lead, n, k = m.shape
     batch, rank, blocks = math.prod(lead), p.shape[-1], _blocks(_COLUMN_BLOCKS, p, m.dtype)
