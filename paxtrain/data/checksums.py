@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from paxtrain.errors import UserError
 
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
-_BLOCK = 1 << 20  # bytes that are read at once
 _AGAIN = "prepare the data set again, or remove the .sha256 if you have changed its files"
 
 
@@ -27,11 +26,8 @@ def text(sums: Iterable[tuple[str, str]]) -> str:
 
 def digest(path: str) -> str:
     """Return the SHA-256 of a file in hexadecimal digits."""
-    found = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(prefix: str) -> dict[str, str]:

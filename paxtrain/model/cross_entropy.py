@@ -113,14 +113,9 @@ def losses_and_gradients(
     scale: float,
     total: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the sum of all tokens' cross-entropy, and the gradients of `scale` times this sum.
+    """Return the sum of all tokens' cross-entropy, see `losses`, and the gradients of `scale` times this sum.
 
     Args:
-        x: input of the head, [..., H].
-        table: this rank's shard of the head's table, [V/T, H].
-        targets: token ids, int [...].
-        vocab_size: number of token ids; ids from here on are padding and get no probability.
-        axis: mesh axis that splits the vocabulary; None: it is whole.
         scale: factor of the gradients.
         total: accumulator of the table's gradient, float32 [V/T, H].
 
@@ -151,15 +146,7 @@ def losses_and_gradients(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None) -> jax.Array:
-    """Return the mean cross-entropy of all tokens, in nats.
-
-    Args:
-        x: input of the head, [..., H].
-        table: this rank's shard of the head's table, [V/T, H].
-        targets: token ids, int [...].
-        vocab_size: number of token ids; ids from here on are padding and get no probability.
-        axis: mesh axis that splits the vocabulary; None: it is whole.
-    """
+    """Return the mean cross-entropy of all tokens, in nats; the arguments are those of `losses`."""
     return losses(x, table, targets, vocab_size, axis) / targets.size
 
 

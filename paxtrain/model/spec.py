@@ -141,7 +141,7 @@ class Aux(NamedTuple):
 
 
 class Architecture:
-    """The description of a family of models.
+    """The description of a family of models. `config`, which its functions get, is the model's shape.
 
     Attributes:
         model_types: its names in Hugging Face's config.json; the first one is that of exports.
@@ -152,19 +152,11 @@ class Architecture:
     axes: tuple[str, ...] = (TENSOR,)
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
-        """Return the table of parameters: a layer's are below "layers", the others below "embedding" and "final_norm".
-
-        Args:
-            config: the model's shape.
-        """
+        """Return the table of parameters: below "layers" a layer's, below "embedding" and "final_norm" the others."""
         raise NotImplementedError
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
-        """Return what its config.json says besides what those of all models say.
-
-        Args:
-            config: the model's shape.
-        """
+        """Return what its config.json says besides what those of all models say."""
         raise NotImplementedError
 
     def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
@@ -176,19 +168,11 @@ class Architecture:
         raise NotImplementedError
 
     def kinds(self, config: ModelConfig) -> tuple[str, ...]:
-        """Return the kind of each layer, in model order; `layer` reads it as c.kind, and parameters may have some only.
-
-        Args:
-            config: the model's shape.
-        """
+        """Return each layer's kind, in model order; `layer` reads it as c.kind, and parameters may have some only."""
         return ("",) * config.layers
 
     def aux(self, config: ModelConfig) -> tuple[Aux, ...]:
-        """Return the scalars that `layer` returns beside its output.
-
-        Args:
-            config: the model's shape.
-        """
+        """Return the scalars that `layer` returns beside its output."""
         return ()
 
     def layer(self, p: Params, x: "jax.Array", c: "LayerContext") -> "jax.Array | tuple[jax.Array, Scalars]":
@@ -204,11 +188,7 @@ class Architecture:
         raise NotImplementedError
 
     def embedding_scale(self, config: ModelConfig) -> float:
-        """Return the factor of the tokens' rows of the embedding's table.
-
-        Args:
-            config: the model's shape.
-        """
+        """Return the factor of the tokens' rows of the embedding's table."""
         return 1.0
 
     def head(self, p: Params, y: "jax.Array", c: "LayerContext") -> "jax.Array":

@@ -81,6 +81,14 @@ class Stage:
     [slots, layers, ...] if the segment is scanned. A `slot` argument is an index of one element. It may also be empty:
     the leaves then have no dim of slots and belong to one micro-batch.
 
+    Arguments of its functions:
+        chunk, mb: number of the chunk, and of the micro-batch, int32 [].
+        x: input of the chunk, or value that goes from layer to layer, [B, S or S/T, H].
+        residuals, slot: ring of residuals, and index of this micro-batch in it.
+        cotangents: see `cotangents`; zeros on an idle stage.
+        grads: gradient accumulators.
+        number, layer: number of the segment in the chunk, and of the layer in the segment.
+
     Attributes:
         program: static facts of the pipeline.
         weights: the stage's weights in compute dtype.
@@ -194,8 +202,6 @@ class Stage:
         """Run a step of each layer of a chunk, and return x and the layers' parts after it.
 
         Args:
-            chunk: number of the chunk.
-            x: value that goes from layer to layer.
             parts: for each segment a list of the layers' parts, or one stacked part if it is scanned.
             step: function (place, weights, x, part) -> (x, part).
             backward: whether the last layer comes first.
@@ -206,23 +212,11 @@ class Stage:
         return x, parts
 
     def slot(self, chunk: int, number: int, layer: int | jax.Array) -> int | jax.Array:
-        """Return the slot, in the stage, of a layer of a segment.
-
-        Args:
-            chunk: number of the chunk.
-            number: number of the segment in the chunk.
-            layer: number of the layer in the segment.
-        """
+        """Return the slot, in the stage, of a layer of a segment."""
         return chunk * len(self.program.slots) + self.program.segments[number].start + layer
 
     def at(self, chunk: int, number: int, layer: int | jax.Array) -> tuple[LayerPlace, Params]:
-        """Return the place and the weights of a layer of a scanned segment.
-
-        Args:
-            chunk: number of the chunk.
-            number: number of the segment in the chunk.
-            layer: number of the layer in the segment.
-        """
+        """Return the place and the weights of a layer of a scanned segment."""
         weights = jax.tree.map(lambda w: w[layer], self.weights.chunks[chunk][number])
         own = self._layer_of[chunk, self.program.segments[number].start + layer]
         return LayerPlace(own, number, layer, (layer,)), weights
@@ -274,13 +268,6 @@ class Stage:
     ) -> tuple[jax.Array, Scalars, Ring]:
         """Run F of a chunk.
 
-        Args:
-            chunk: number of the chunk.
-            mb: number of the micro-batch, int32 [].
-            x: input of the chunk, [B, S or S/T, H].
-            residuals: ring of residuals.
-            slot: index of this micro-batch in the ring.
-
         Returns:
             The output of the chunk, the sums of its layers' scalars over the divisor, and the ring with this
             micro-batch's residuals in their slot.
@@ -291,24 +278,12 @@ class Stage:
         return y, scalars, write(residuals, slot, x)
 
     def forward_once(self, chunk: int, mb: jax.Array, x: jax.Array) -> tuple[jax.Array, Scalars, Ring]:
-        """Run F of a chunk whose B follows at once. Return what `forward` does, with residuals without a ring.
-
-        Args:
-            chunk: number of the chunk.
-            mb: number of the micro-batch, int32 [].
-            x: input of the chunk, [B, S or S/T, H].
-        """
+        """Run F of a chunk whose B follows at once. Return what `forward` does, with residuals without a ring."""
         empty = x if self.program.save == "inputs" else self._layer_residuals(())
         return self.forward(chunk, mb, x, empty, ())
 
     def output(self, chunk: int, mb: jax.Array, x: jax.Array) -> jax.Array:
-        """Return the output of F of a chunk that has no B; its residuals are dead code, which XLA drops.
-
-        Args:
-            chunk: number of the chunk.
-            mb: number of the micro-batch, int32 [].
-            x: input of the chunk, [B, S or S/T, H].
-        """
+        """Return the output of F of a chunk that has no B; its residuals are dead code, which XLA drops."""
         return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
     def cotangents(self, g: jax.Array) -> tuple[jax.Array, Scalars]:
@@ -347,12 +322,6 @@ class Stage:
         """Run the whole backward of a chunk.
 
         Args:
-            chunk: number of the chunk.
-            mb: number of the micro-batch, int32 [].
-            residuals: ring of residuals.
-            slot: index of this micro-batch in the ring.
-            cotangents: see `cotangents`; zeros on an idle stage.
-            grads: gradient accumulators.
             scratch: the buffer of `scratch`.
             close: reduction of the layers' gradients, if this is the stage's last op.
 
@@ -386,13 +355,6 @@ class Stage:
         grads: Weights,
     ) -> tuple[jax.Array, Weights, list[Residuals]]:
         """Run B of a chunk whose W comes later.
-
-        Args:
-            chunk: number of the chunk.
-            residuals: ring of residuals.
-            slot: index of the micro-batch in the ring.
-            cotangents: see `cotangents`.
-            grads: gradient accumulators.
 
         Returns:
             The gradient of the chunk's input, the accumulators with the gradients of norms and biases added, and the
@@ -440,9 +402,7 @@ class Stage:
         """Add the embedding's gradient to the accumulators.
 
         Args:
-            mb: number of the micro-batch, int32 [].
             g: gradient of the embedding's output, [B, S or S/T, H].
-            grads: gradient accumulators.
             active: whether this stage holds the first layer and runs its B now, bool []; if not, nothing is added.
         """
         tokens, dropout = self.tokens[mb, :, :-1], self._dropout(mb)
@@ -469,7 +429,6 @@ class Stage:
         """Run F and B of the head.
 
         Args:
-            mb: number of the micro-batch, int32 [].
             y: output of the last layer, [B, S or S/T, H].
             loss: loss of the micro-batches so far, float32 [].
             embedding: accumulators of the embedding's gradients.
