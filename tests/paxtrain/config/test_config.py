@@ -1,4 +1,7 @@
-"""The configuration keeps values that fit, and refuses others by name, with values that would fit."""
+"""The configuration keeps values that fit, and refuses others by name, with values that would fit.
+
+The sentences of further refusals are in tests/paxtrain/test_bad_input.py.
+"""
 
 import dataclasses
 import math
@@ -84,13 +87,8 @@ def test_an_integer_is_taken_for_a_float_and_nothing_else_is_converted():
     ("values", "words"),
     [
         ({"mehs": {}}, ["unknown configuration key mehs", "mesh", "pipeline"]),
-        (
-            {"mesh": {"foo": 1}},
-            ["unknown configuration key mesh.foo", "data, pipe, reduce_dtype, sequence_parallel, tensor, zero1"],
-        ),
         ({"mesh": 3}, ["mesh must be a mapping", "3"]),
         (3, ["the configuration must be a mapping", "3"]),
-        ({"mesh": {"data": "2"}}, ["mesh.data", "int", "'2'"]),
         ({"mesh": {"data": 2.0}}, ["mesh.data", "int", "2.0"]),
         ({"mesh": {"data": True}}, ["mesh.data", "int", "True"]),
         ({"mesh": {"zero1": 1}}, ["mesh.zero1", "bool", "1"]),
@@ -111,16 +109,12 @@ def test_keys_and_types(values, words):
         (ModelConfig, {"hidden": 0}, ["model.hidden", "positive", "0"]),
         (ModelConfig, {"residual_dropout": 1.0}, ["model.residual_dropout", "[0, 1)", "1.0"]),
         (ModelConfig, {"dtype": "float16"}, ["model.dtype", "bfloat16, float32", "'float16'"]),
-        (ModelConfig, {"separator": 257}, ["model.separator", "below model.vocab_size=257", "-1", "got 257"]),
         (ModelConfig, {"separator": -2}, ["model.separator", "got -2"]),
         *[
             (DataConfig, {"train": text}, ["data.train", "one prefix, or named data sets", f"got '{text}'"])
             for text in ("a=x,y", "x,y", "a=x,=y", "a=x,", "a=x,b=")
         ],
-        (DataConfig, {"validation": "a=x,a=y"}, ["data.validation", "two data sets of the name a"]),
-        (DataConfig, {"train": "a=x,b=y"}, ["data sets a, b", "data.weights is empty", "a=1,b=1"]),
         (DataConfig, {"weights": "a=1"}, ["data.weights=a=1", "with names", "data.train=runs/data/train"]),
-        (DataConfig, MIXED | {"weights": "a=1,c=1"}, ["names the data set 'c'", "data.train has a, b"]),
         (DataConfig, MIXED | {"weights": "a=1"}, ["no weight for b", "a, b"]),
         (DataConfig, MIXED | {"weights": "a=1,b"}, ["NAME=WEIGHT", "'a=1,b'"]),
         (DataConfig, MIXED | {"weights": "a=1,a=2,b=3"}, ["gives the data set a two weights"]),
@@ -131,7 +125,6 @@ def test_keys_and_types(values, words):
         (DataConfig, MIXED | {"weights": "a=0.123456,b=0.876544"}, ["15,625 samples", "10,000", "four decimals"]),
         (ModelConfig, {"attention": "flash"}, ["model.attention", "auto, xla, cudnn", "'flash'"]),
         (MeshConfig, {"pipe": -1}, ["mesh.pipe", "positive", "-1"]),
-        (PipelineConfig, {"schedule": "zigzag"}, ["pipeline.schedule", "eager_1f1b, gpipe, 1f1b, interleaved_1f1b"]),
         (PipelineConfig, {"save": "all"}, ["pipeline.save", "dots, layer_inputs, residuals, inputs", "'all'"]),
         (PipelineConfig, {"scan_layers": "yes"}, ["pipeline.scan_layers", "auto, on, off", "'yes'"]),
         (PipelineConfig, {"idle": "sleep"}, ["pipeline.idle", "auto, compute, skip", "'sleep'"]),
@@ -140,7 +133,6 @@ def test_keys_and_types(values, words):
             {"idle": "compute", "schedule": "1f1b"},
             ["pipeline.idle=compute", "pipeline.schedule=eager_1f1b", "got 1f1b", "pipeline.idle=auto"],
         ),
-        (PipelineConfig, {"virtual_stages": 2}, ["virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
         (PipelineConfig, {"schedule": "interleaved_1f1b"}, ["virtual_stages", "2 or more", "got 1"]),
         (PipelineConfig, {"schedule": "zb_v"}, ["zb_v", "virtual_stages", "2 or more", "got 1"]),
         (
@@ -165,7 +157,6 @@ def test_keys_and_types(values, words):
         (CheckpointConfig, {"keep": 0}, ["checkpoint.keep", "positive"]),
         (CheckpointConfig, {"every": 100, "keep_every": 250}, ["keep_every=250", "multiple", "every=100"]),
         (CheckpointConfig, {"every": 0, "keep_every": 10}, ["keep_every=10", "every=0"]),
-        (RunConfig, {"steps": 0}, ["run.steps", "positive"]),
         (RunConfig, {"seed": -1}, ["run.seed", "negative"]),
         (RunConfig, {"seed": 2**63}, ["run.seed may be at most 9,223,372,036,854,775,807"]),
         (RunConfig, {"out": ""}, ["run.out", "directory", "empty"]),
@@ -180,14 +171,7 @@ def test_values_of_one_section(section, values, words):
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"mesh": {"tensor": 3}}, ["model.heads=4", "mesh.tensor=3", "tensor=2 or 4"]),
-        (
-            {"model": {"vocab_multiple": 1}, "mesh": {"tensor": 2}},
-            ["padded_vocab=257", "mesh.tensor=2", "model.vocab_multiple=2 would fit"],
-        ),
-        ({"mesh": {"data": 3}}, ["batch.global_batch=16", "mesh.data=3", "batch.micro_batch=2", "12 or 18"]),
         ({"batch": {"global_batch": 3, "micro_batch": 4}}, ["batch.global_batch=3", "batch.micro_batch=4", "4 would"]),
-        ({"mesh": {"pipe": 5}}, ["model.layers=4", "5 virtual stages", "mesh.pipe=5", "; mesh.pipe=4"]),
         (
             {"mesh": {"pipe": 3}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
             ["model.layers=4", "6 virtual stages", "pipeline.virtual_stages=2"],
@@ -198,7 +182,6 @@ def test_values_of_one_section(section, values, words):
         ),
         ({"mesh": {"pipe": 2}, "pipeline": {"pipe_layers": "1,2,1"}}, ["names 3 stages", "pipe=2", "needs 2"]),
         ({"mesh": {"pipe": 2}, "pipeline": {"pipe_layers": "1,2"}}, ["adds up to 3", "4 layers"]),
-        ({"optimizer": {"warmup_steps": 300}}, ["optimizer.warmup_steps=300", "run.steps=200"]),
         (
             {"optimizer": {"schedule": "wsd", "warmup_steps": 100, "decay_steps": 101}},
             ["warmup_steps=100", "decay_steps=101", "run.steps=200"],

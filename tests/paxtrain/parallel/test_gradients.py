@@ -186,13 +186,8 @@ QUICK = [
     config((1, 3, 1), 4, schedule="zb_h1", pipe_layers="1,2,1", save="residuals"),  # fewer than stages
     config((2, 2, 1), 8, shape="llama untied", schedule="zb_h1", separator=5),
 ]
-# What those above hold one by one.
-REPEATED = [
-    config((8, 1, 1), shape="llama untied"),  # one stage holds both tables
-    config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", save="residuals", zero1=False),
-]
 CASES = [pytest.param(c, marks=() if i % 2 else pytest.mark.once) for i, c in enumerate(QUICK)]
-CASES += [pytest.param(c, marks=pytest.mark.slow) for c in [*REPEATED, *COVERING, *TOGETHER] if c not in QUICK]
+CASES += [pytest.param(c, marks=pytest.mark.slow) for c in [*COVERING, *TOGETHER] if c not in QUICK]
 
 
 @pytest.mark.parametrize("c", CASES, ids=name)
