@@ -82,16 +82,7 @@ def test_the_content_says_what_a_document_is(tmp_path, name, content, expected):
     assert list(documents([str(tmp_path / name)])) == expected
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"body": "one"}\n{"body": "two"}', r"a\.json, line 1, has no key 'text' but the keys body; .*--json_key"),
-        ('{"text": "one"}\n{"text": ', r"a\.json, line 2, is not JSON"),
-        ('[{"text": "one"}, {"body": "two"}]', r"a\.json, object 2, has no key 'text' but the keys body"),
-        ('{"text": 3}\n{"text": "two"}', r"line 1, has int under 'text'"),
-    ],
-)
-def test_json_without_the_text_is_refused(tmp_path, content, message):
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(UserError, match=message):
+def test_an_array_with_an_object_without_the_text_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "one"}, {"body": "two"}]')
+    with pytest.raises(UserError, match=r"a\.json, object 2, has no key 'text' but the keys body"):
         list(documents([str(tmp_path / "a.json")]))

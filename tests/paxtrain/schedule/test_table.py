@@ -1,16 +1,16 @@
-"""Schedules: every op once and in order, the closed forms of the literature, and time by an independent simulation."""
+"""Schedules: the closed forms of the literature, and time by an independent simulation.
+
+That every op runs once, behind what it needs, `test_buffers.py` shows by acting the tables out.
+"""
 
 import itertools
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from paxtrain.schedule.schedules import build, forward_only
 from paxtrain.schedule.stage_map import folded, in_turn
-from paxtrain.schedule.table import IDLE
-from tests.schedules import FOLDED, SIMPLE, virtual_of
+from tests.schedules import FOLDED, SIMPLE, busy, in_flight, virtual_of
 
 # (name, stages, chunks); every number of micro-batches from 1 to 20 is tried for each.
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
@@ -19,24 +19,6 @@ SHAPES += [(name, stages, 2) for name in FOLDED for stages in (2, 3, 4)]
 MICRO_BATCHES = range(1, 21)
 shapes = pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
 both = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
-
-any_shape = st.one_of(
-    st.tuples(st.sampled_from((*SIMPLE, "zb_h1")), st.integers(1, 12), st.just(1)),
-    st.tuples(st.just("interleaved_1f1b"), st.integers(2, 12), st.integers(2, 5)),
-    st.tuples(st.sampled_from(FOLDED), st.integers(2, 12), st.just(2)),
-)
-few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
-
-
-def busy(schedule, phase):
-    return getattr(schedule, phase) != IDLE
-
-
-def in_flight(schedule):
-    """Per stage, the most micro-batches (of all chunks) between F and their last op: F of a row is first."""
-    last = "weights" if schedule.splits else "backward"
-    forwards, backwards = (busy(schedule, phase).cumsum(axis=0) for phase in ("forward", last))
-    return (forwards - backwards + busy(schedule, last)).max(axis=0)
 
 
 def crossings(name, stages, chunks):
@@ -75,42 +57,6 @@ def makespan(schedule, forward, backward, transfer=0, weights=0):
                 queue.pop()
         assert len(end) > before, "the stages wait for one another"
     return max(clock)
-
-
-def assert_every_op_once_after_what_it_needs(schedule):
-    last = schedule.virtual_stages - 1
-    phases = ("backward", "forward", *(["weights"] if schedule.splits else []))
-    ops = itertools.product(phases, range(last + 1), range(schedule.micro_batches))
-    listed = [
-        (phase, virtual_of(schedule, stage, chunk), mb)
-        for phase in ("forward", "backward", "weights")
-        for _, stage, mb, chunk in schedule.ops(phase)
-    ]
-    assert sorted(listed) == list(ops)
-    row = schedule.row_of
-    for mb in range(schedule.micro_batches):
-        for v in range(last):
-            assert row["forward", v, mb] < row["forward", v + 1, mb]
-            assert row["backward", v + 1, mb] < row["backward", v, mb]
-        assert row["forward", last, mb] <= row["backward", last, mb]
-        if schedule.splits:
-            assert all(row["backward", v, mb] < row["weights", v, mb] for v in range(last + 1))
-
-
-@both
-@shapes
-def test_every_op_once_after_what_it_needs(name, stages, chunks, overlap):
-    for m in (1, 2, 3, 7, 8, 16):
-        assert_every_op_once_after_what_it_needs(build(name, stages, m, chunks, overlap))
-
-
-@few
-@hypothesis.given(any_shape, st.integers(1, 40))
-def test_every_op_once_for_any_size(shape, m):
-    name, stages, chunks = shape
-    schedule = build(name, stages, m, chunks)
-    assert_every_op_once_after_what_it_needs(schedule)
-    assert schedule.messages() == m * crossings(name, stages, chunks)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1"])
