@@ -56,8 +56,6 @@ def test_the_snippets_of_the_interface_run(home, monkeypatch, capsys):
         exec(compile(snippet, API.name, "exec"), names)
     assert names["run"].finished and len(names["run"].losses) == 6
     assert (names["run"].losses[-1] < names["run"].losses[0]) and (home / "runs" / "zb_h1.png").exists()
-    error = names["compress"].codec_error(names["Sign"](), names["gradient"], steps=8)
-    assert error[-1] < error[0] / 2
     assert "16x" in capsys.readouterr().out
 
 

@@ -2,7 +2,7 @@
 
 It prints predicted over published seconds of each run of runs.csv beside it, by the planner's own costs at the
 same model, mesh and batch, and the errors by half and source. The constants are those that ship; --fit fits them anew
-to every second run. --page writes both tables into a page.
+to every second run. --page writes the errors into a page.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
 def define_flags() -> None:
     """Define this main's flags."""
     flags.DEFINE_bool("fit", False, "Fit the constants to every second run instead of taking those that ship.")
-    flags.DEFINE_string("page", None, "A page in Markdown whose tables are written anew.")
+    flags.DEFINE_string("page", None, "A page in Markdown whose table is written anew.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of predicted over published seconds of a step, as text and as part of a page."""
+"""Tables of predicted over published seconds of a step: of each run as text, of their errors as part of a page."""
 
 import dataclasses
 import pathlib
@@ -96,7 +96,7 @@ def compare(runs: Sequence[PublishedRun], constants: PublishedConstants) -> Publ
 
 
 def around(path: str | pathlib.Path) -> tuple[str, str]:
-    """Return what stands before and after the tables of a page, which are between two comments.
+    """Return what stands before and after the table of a page, which is between two comments.
 
     Args:
         path: page in Markdown.
@@ -110,12 +110,12 @@ def around(path: str | pathlib.Path) -> tuple[str, str]:
         raise UserError(f"cannot read the page {path} ({error}); name a page such as docs/accuracy.md") from error
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise UserError(f"{path} lacks the comments between which the tables go: {BEGIN} and {END}")
+        raise UserError(f"{path} lacks the comments between which the table goes: {BEGIN} and {END}")
     return before, after
 
 
 def write_page(path: str | pathlib.Path, found: PublishedComparison) -> None:
-    """Replace the tables of a page.
+    """Replace the table of a page.
 
     Args:
         path: page in Markdown.
@@ -125,8 +125,8 @@ def write_page(path: str | pathlib.Path, found: PublishedComparison) -> None:
         UserError: the page cannot be read, lacks the comments or cannot be written.
     """
     before, after = around(path)
-    lines = [BEGIN, "", *found.summary(), "", found.checked(), "", *found.table(), "", END]
+    lines = [BEGIN, "", *found.summary(), "", found.checked(), "", END]
     try:
         files.write(path, before + "\n".join(lines) + after)
     except OSError as error:
-        raise UserError(f"cannot write the tables of {path} ({error}); name a page that can be written") from error
+        raise UserError(f"cannot write the table of {path} ({error}); name a page that can be written") from error

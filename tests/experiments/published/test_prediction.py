@@ -113,7 +113,7 @@ def test_the_judged_half_is_near_what_was_published(compared):
     assert error.max() < 0.15
 
 
-def test_the_page_has_these_tables(compared, tmp_path):
+def test_the_page_has_this_table(compared, tmp_path):
     copy = tmp_path / "accuracy.md"
     shutil.copy(PAGE, copy)
     comparison.write_page(copy, compared)
