@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from paxtrain.config import Config, from_dict
+from paxtrain.config import Config, MeshConfig, from_dict
 from paxtrain.config.axes import AXES
 from paxtrain.data.preparation import prepare
 from paxtrain.model import transformer
@@ -57,6 +57,11 @@ def mesh_of(c: Config) -> jax.sharding.Mesh:
 def trainer(c: Config, **changes: Any) -> Trainer:
     """Return the trainer of a configuration, or of one of its groups, on the first devices."""
     return dataclasses.replace(trainer_of(c, mesh_of(c)), **changes)
+
+
+def emulated(c: Config, **changes: Any) -> Trainer:
+    """Return the trainer of a configuration whose whole mesh one device emulates."""
+    return Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True, **changes)
 
 
 canonical = jax.jit(random_params, static_argnums=0)  # large parameters of a model, so that nothing hides behind zeros

@@ -47,9 +47,11 @@ def batch(trained: Trainer) -> jax.Array:
 
 
 @functools.cache
-def evaluated(c: Config, stage_ranks: tuple[int, ...] | None = None) -> tuple[float, dict, dict, np.ndarray]:
+def evaluated(
+    c: Config, stage_ranks: tuple[int, ...] | None = None, virtual: bool = False
+) -> tuple[float, dict, dict, np.ndarray]:
     """Return loss, canonical gradients, gradients in the mesh's layout and codec state of one step."""
-    trained = trainer(c, stage_ranks=stage_ranks)
+    trained = small.emulated(c) if virtual else trainer(c, stage_ranks=stage_ranks)
     params = jax.device_put(
         jax.jit(trained.layout.from_canonical)(canonical(c.model.layers)), trained.state_shardings.params
     )

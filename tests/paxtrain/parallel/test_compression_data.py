@@ -117,10 +117,16 @@ def test_everything_together_keeps_the_embedding_gradient(zero1):
 # --- Gradients over data ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero1", [True, False])
-def test_stages_that_are_not_chosen_are_bit_equal_to_dense(zero1):
-    _, grads, *_ = evaluated(config((2, 2, 1), 1, zero1=zero1, data_stages="1", data_rank=4))
+@pytest.mark.parametrize(
+    ("zero1", "codec"),
+    [
+        (True, {"data_codec": "int8", "data_options": {"block": 32}}),
+        pytest.param(True, {"data_rank": 4}, marks=pytest.mark.slow),
+        pytest.param(False, {"data_rank": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_that_are_not_chosen_are_bit_equal_to_dense(zero1, codec):
+    _, grads, *_ = evaluated(config((2, 2, 1), 1, zero1=zero1, data_stages="1", **codec))
     _, right, *_ = evaluated(config((2, 2, 1), 1, zero1=zero1))
     for path, mine in jax.tree_util.tree_leaves_with_path(grads):
         dense = functools.reduce(lambda tree, key: tree[key.key], path, right)

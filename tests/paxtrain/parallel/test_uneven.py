@@ -6,14 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import BatchConfig, MeshConfig, OuterConfig
+from paxtrain.config import BatchConfig, OuterConfig
 from paxtrain.errors import UserError
 from paxtrain.parallel import step
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from paxtrain.pipeline.stage import Share, share_of
 from paxtrain.study.variants import require_alike
 from paxtrain.xla import hlo
+from tests import small
 from tests.compress_settings import compression
 from tests.paxtrain.parallel.test_gradients import (
     HIDDEN,
@@ -81,8 +80,7 @@ def test_gradients_equal_one_device_in_more_rows_of_gpus():
 @pytest.mark.once
 def test_emulated_ranks_compute_what_devices_do():
     c = case((2, 2, 1), (2, 1), layers=2)
-    one = Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True)
-    found = errors(one, reference(c.batch.global_batch, 0.0, c.model.layers))
+    found = errors(small.emulated(c), reference(c.batch.global_batch, 0.0, c.model.layers))
     assert max(found.values()) <= TOLERANCE
 
 

@@ -11,11 +11,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from paxtrain.config import MeshConfig
 from paxtrain.config.axes import AXES
 from paxtrain.model import tensor_parallel as tp
-from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.step import Trainer
 from paxtrain.pipeline import collectives, virtual
 from paxtrain.pipeline.rings import only_if
 from tests import small
@@ -210,8 +207,7 @@ def test_a_step_is_that_of_the_real_mesh(sizes, schedule, zero1, sequence):
     c = configuration(sizes, schedule, zero1, sequence)
     params, tokens = small.canonical(c.model), small.tokens(c)
     expected = small.gradients(small.trainer(c), params, tokens)
-    emulated = Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True)
-    found = small.gradients(emulated, params, tokens)
+    found = small.gradients(small.emulated(c), params, tokens)
     for path, value in jax.tree_util.tree_leaves_with_path(expected):
         assert np.abs(value).max() > 1e-3, path
     wrong = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), found, expected)

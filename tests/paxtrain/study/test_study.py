@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from compress import subspace
-from paxtrain.config import MeshConfig
 from paxtrain.data import token_files
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE
 from paxtrain.parallel.compiler_options import CPU_OPTIONS
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import __main__ as study
 from paxtrain.study import plots, probe, report, runs, variants
@@ -98,7 +96,7 @@ def test_errors_and_cosines_are_those_of_numpy():
     """Gradients from the plain model, compressed in numpy, equal those that the links of the virtual mesh record."""
     compress = {"backward_messages": "all", "error": "explicit"}
     config = configuration(compress=compress)
-    trainer = Trainer(config, make_mesh(MeshConfig(), devices=jax.devices()[:1]), record=12, virtual=True)
+    trainer = small.emulated(config, record=12)
     tokens = np.random.default_rng(0).integers(0, 257, (12, 9), dtype=np.int32)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), transformer.shapes(config.model))
