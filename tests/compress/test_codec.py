@@ -9,7 +9,10 @@ import pytest
 
 import compress
 from compress.codec import check_codec, codec_name
+from compress.codecs.quantised import QuantisedBlocks
 from compress.codecs.recorder import Recorder
+from compress.codecs.remainder import LowRankRemainder
+from compress.codecs.sign import Signs
 from tests.compress.topk import TopK
 
 SHAPE = (2, 20, 24)
@@ -65,13 +68,21 @@ def test_error_of_a_codec_on_an_array():
     assert compress.codec_error(TopK(1), jnp.zeros(4)).tolist() == [0]
 
 
-def test_error_of_a_low_rank_codec_falls_with_its_feedback():
+@pytest.mark.parametrize(
+    ("codec", "without", "steps"),
+    [
+        (compress.LowRank(8, factors="float32"), compress.LowRank(8, factors="float32", error="none"), 32),
+        (QuantisedBlocks(4), QuantisedBlocks(4, feedback=False), 16),
+        (LowRankRemainder(2), LowRankRemainder(2, feedback=False), 32),
+        (Signs(64), Signs(64, feedback=False), 256),
+    ],
+)
+def test_feedback_brings_what_a_message_lost(codec, without, steps):
     x = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), "float32")
-    with_feedback = compress.codec_error(compress.LowRank(8, factors="float32"), x, steps=32)
-    without = compress.codec_error(compress.LowRank(8, factors="float32", error="none"), x, steps=32)
-    assert with_feedback[0] == pytest.approx(float(without[0]), rel=1e-6)
-    assert with_feedback[-1] < 0.1 * with_feedback[0]
-    assert without[-1] > 0.5 * without[0]
+    kept, forgotten = (compress.codec_error(one, x, steps=steps) for one in (codec, without))
+    assert kept[0] == pytest.approx(float(forgotten[0]), rel=1e-6)
+    assert kept[-1] < min(0.1 * kept[0], forgotten[-1] / 8)
+    assert forgotten[-1] > 0.5 * forgotten[0]
 
 
 class _Wrong(TopK):

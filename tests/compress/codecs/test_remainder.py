@@ -47,11 +47,6 @@ def test_its_bytes_are_those_of_both():
         assert compress.wire_bytes(LowRankRemainder(4, 8, 32), (4, 24, K), dtype) == low + rest
 
 
-def test_feedback_brings_what_a_message_lost():
-    errors = [compress.codec_error(LowRankRemainder(2, feedback=on), message(1.0), steps=32) for on in (True, False)]
-    assert errors[0][-1] < errors[1][-1] / 8
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

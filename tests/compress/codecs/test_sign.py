@@ -37,12 +37,6 @@ def test_bytes_of_bits_and_scales():
         assert compress.wire_bytes(Signs(block), SHAPE, "float32") == blocks * block // 8 + 2 * blocks
 
 
-def test_feedback_brings_what_a_message_lost():
-    errors = [compress.codec_error(Signs(64, feedback=on), given(), steps=256) for on in (True, False)]
-    assert errors[0][0] == errors[1][0]
-    assert errors[0][-1] < errors[1][-1] / 8
-
-
 def test_a_number_that_is_none_spoils_its_block_alone():
     x = jnp.asarray(np.ones((4, 64)), "float32").at[2, 3].set(jnp.nan)
     found = sent(Signs(64), x)
