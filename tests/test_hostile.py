@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.hostile.cases import Case, Change
+from tests.hostile.commands import Main
 from tests.sources import ROOT
 
 
@@ -85,6 +87,15 @@ def test_faults_are_found(tmp_path):
     assert found == {name: name for name in (*FAULTS, "refused as it is")}
     assert kind == "traceback"
     assert "made=faulty with workers='4294967296'," in example
+
+
+def test_what_stands_in_a_file_that_is_not_read_any_more_may_be_nonsense():
+    main = Main("a.main", {"plan": "{home}/plan.json", "runs": "{home}/one,{home}/two", "top": "3"}, texts="plan")
+    of_plan, of_run = Change("plan.json", b"", "version=nan"), Change("two/metrics.jsonl", b"", "step=-1")
+    assert Case(main, (of_plan,)).nonsense == Case(main, (of_plan, Change("top", "4", ""))).nonsense == "version=nan"
+    assert Case(main, (Change("plan", "", ""), of_plan)).nonsense == ""
+    assert Case(main, (Change("plan", "", ""), of_run)).nonsense == "step=-1"
+    assert Case(main, (of_run, Change("runs", "{home}/one", "runs"))).nonsense == "runs"
 
 
 @pytest.mark.slow

@@ -52,7 +52,13 @@ class Case:
 
     @property
     def nonsense(self) -> str:
-        return "; ".join(change.nonsense for change in self.changes if change.nonsense)
+        return "; ".join(change.nonsense for change in self.changes if change.nonsense and not self._unnamed(change))
+
+    def _unnamed(self, change: Change) -> bool:
+        """Return whether a change is of a file that no flag names any more, since another change replaced its flag."""
+        replaced = ",".join(self.main.arguments.get(other.place, "") for other in self.changes if other is not change)
+        names = [word.removeprefix("{home}/") for word in replaced.split(",") if word.startswith("{home}/")]
+        return isinstance(change.value, bytes) and change.place.startswith(tuple(names))
 
     def arguments(self, home: pathlib.Path, out: pathlib.Path) -> list[str]:
         """Return the command line, with the folder of the files and the one for what the main writes."""
