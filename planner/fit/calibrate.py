@@ -29,7 +29,6 @@ from planner.fit.calibration import (
     owner,
 )
 from planner.fit.constants import CONSTANTS, NAMES
-from planner.fit.stalls import StallRates
 from planner.fit.trainers import TRAINERS
 from planner.fit.trials import Trial
 
@@ -79,10 +78,11 @@ class _LeastSquares:
         self.size = self.parameters.size
         self.model = Sensitivity(fitted, method, self.parameters)
         self.stalls = np.array([run.stalls for run in self.model.steps.runs], float)
-        self.cluster = np.array([clusters.index(trial.cluster) for trial in fitted])
+        self.cluster = np.array([clusters.index(trial.cluster) for trial in fitted], int)
         self.clusters = clusters
         self.noise, self.factor_spread = np.full(len(clusters), _NOISE), _FACTOR_SPREAD
-        self.rates = [StallRates()] * len(clusters)
+        self.prior_rates = [stalls.typical(self.trainers[name]) for name in clusters]
+        self.rates = list(self.prior_rates)
         self.stalled = np.zeros(len(fitted))  # probability that each has
         self._set_priors()
 
@@ -165,7 +165,9 @@ class _LeastSquares:
         self.stalled = chance * as_stalled / (chance * as_stalled + (1 - chance) * as_plain)
         for i in range(len(self.clusters)):
             here = np.flatnonzero(self.cluster == i)
-            self.rates[i] = stalls.fit([self.fitted[n] for n in here], self.full[here], self.stalled[here])
+            self.rates[i] = stalls.fit(
+                self.prior_rates[i], [self.fitted[n] for n in here], self.full[here], self.stalled[here]
+            )
 
     def covariance(self, values: Array) -> Array:
         """Return the covariance of the values [size, size]."""
@@ -208,7 +210,7 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
     """Fit constants to measured runs.
 
     Args:
-        fitted: runs with measured seconds.
+        fitted: runs with measured seconds; without any, constants are what is believed before.
         everything: further runs; their clusters get constants as well.
         method: how stages compose an iteration, one of trial_steps.METHODS.
     """
@@ -244,6 +246,6 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
         method=method,
         noise=noise | {"": float(np.mean(list(noise.values())))},
         factor_spread=problem.factor_spread,
-        rates=dict(zip(problem.clusters, problem.rates)) | {"": StallRates()},
+        rates=dict(zip(problem.clusters, problem.rates)) | {"": stalls.typical("")},
         memory=peaks,
     )

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import optimize, special
 
+from planner.fit.trainers import TRAINERS
 from planner.fit.trials import Trial
 
 Array = np.ndarray
 
 FULL = 0.85  # share of a device's memory from which on it is nearly full
 NOISE = 0.2  # standard deviation of the logarithm of a stalled run's time around its prediction
-_TYPICAL = 3e-4, 3e-4, 0.03  # stalls a host alone, a host in a pipeline, a full pipeline: medians of the priors
-_SPREAD = 2.5  # deviation of their logarithms
+_SPREAD = 2.5  # deviation of the logarithms of rates around what is typical of a trainer
 
 
 def exposure(trials: Sequence[Trial], full: Array) -> Array:
@@ -44,24 +44,30 @@ class StallRates:
         full: for a pipeline whose devices are nearly full.
     """
 
-    alone: float = _TYPICAL[0]
-    piped: float = _TYPICAL[1]
-    full: float = _TYPICAL[2]
+    alone: float
+    piped: float
+    full: float
 
     def probability(self, trials: Sequence[Trial], full: Array) -> Array:
         """Return the probability that each run stalls, [trials]; see `exposure`."""
         return -np.expm1(-exposure(trials, full) @ np.array(dataclasses.astuple(self)))
 
 
-def fit(trials: Sequence[Trial], full: Array, stalled: Array) -> StallRates:
+def typical(trainer: str) -> StallRates:
+    """Return the rates of a trainer on a cluster of which nothing is known: medians of their priors."""
+    return StallRates(*TRAINERS[trainer].stalls)
+
+
+def fit(prior: StallRates, trials: Sequence[Trial], full: Array, stalled: Array) -> StallRates:
     """Return the most probable rates.
 
     Args:
+        prior: medians of the rates' priors.
         trials: the runs.
         full: [trials] probability that their devices are nearly full.
         stalled: [trials] probability that each has stalled.
     """
-    exposed, start = exposure(trials, full), np.log(_TYPICAL)
+    exposed, start = exposure(trials, full), np.log(dataclasses.astuple(prior))
 
     def loss(logs: Array) -> float:
         hazard = exposed @ np.exp(logs)

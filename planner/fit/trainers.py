@@ -18,12 +18,14 @@ class TrainerFacts:
         overlaps: shardings with which gradients are reduced under the last backward.
         float32: gradients are reduced in float32; otherwise in the dtype of the weights.
         typical: typical values of its constants, by their names in planner/fit/constants.py.
+        stalls: typical rates at which its runs stall, see planner/fit/stalls.py.
     """
 
     flash: bool = False
     overlaps: tuple[str, ...] = ()
     float32: bool = False
     typical: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    stalls: tuple[float, float, float] = (3e-4, 3e-4, 0.03)
 
 
 _EVERY = ("none", "zero1", "zero2", "zero3")
@@ -52,6 +54,7 @@ TRAINERS: Mapping[str, TrainerFacts] = {
             "host_seconds": 0.02,
             "hop_ratio": 0.5,
         },
+        stalls=(0.005, 0.03, 0.9),
     ),
     "megatron-lm": TrainerFacts(flash=True, overlaps=_EVERY, float32=True),
     "torchtitan": TrainerFacts(flash=True, overlaps=_EVERY, float32=True),

@@ -191,7 +191,7 @@ class TrialSteps:
                 trainer's rows, or the closed form "pipette" or "amp".
         """
         self.own, self.replay = method == EXECUTORS["paxtrain"], REPLAYS[method]
-        self.slots = max(len(kinds(trial)) for trial in trials)
+        self.slots = max((len(kinds(trial)) for trial in trials), default=1)
         self.runs = [_TrialRun(trial, self.own) for trial in trials]
 
     def seconds(self, constants: Array, speed: Array, factor: Array) -> Array:

@@ -1,0 +1,136 @@
+"""Which few runs teach most: Bayesian experimental design over the constants.
+
+What is not known of a cluster and a trainer matters as far as it can make a wrong plan look best. The expected regret
+of a choice is the mean, over what the constants may be, of what the chosen plan takes beyond the best one. A run is
+worth what it lowers that by: its result is drawn from what is believed, the belief is updated by it (linear in the
+logarithms, as an extended Kalman filter does), and the choice is made anew. The next run is the one whose mean over
+such results is least, for its cost.
+
+References:
+    Preposterior analysis: Raiffa and Schlaifer 1961. Knowledge gradient: Frazier et al. 2009.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.fit.calibration import Calibration, Sensitivity
+from planner.fit.trials import Trial
+
+Array = np.ndarray
+
+_SAMPLES = 256
+ENOUGH = 0.01  # expected regret below which no further run pays
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Belief:
+    """What is believed of plans and of possible runs: logarithms of their seconds, jointly normal.
+
+    Attributes:
+        plans: [plans] mean of the logarithm of each plan's seconds.
+        factor: [values, values] a square root of the covariance of all values.
+        of_plans: [plans, values] slopes of these logarithms.
+        of_runs: [runs, values] slopes of those of possible runs.
+        noise: [runs] standard deviation of the logarithm of a run's error.
+    """
+
+    plans: Array
+    factor: Array
+    of_plans: Array
+    of_runs: Array
+    noise: Array
+
+    def after(self, run: int) -> "Belief":
+        """Return what is believed once a run has been made, whatever it says: its mean stays, and it is less wide."""
+        slope = self.factor.T @ self.of_runs[run]
+        variance = slope @ slope + self.noise[run] ** 2
+        # Potter's form of the update, which keeps the covariance positive.
+        shrink = 1 / (1 + self.noise[run] / np.sqrt(variance))
+        factor = self.factor - shrink / variance * np.outer(self.factor @ slope, slope)
+        return dataclasses.replace(self, factor=factor)
+
+    def regrets(self, seed: int = 0) -> tuple[float, Array]:
+        """Return the expected regret now, and after each possible run [runs].
+
+        Args:
+            seed: seed of the samples.
+        """
+        random = np.random.default_rng(seed)
+        draws = random.normal(size=(self.factor.shape[1], _SAMPLES))
+        plans, runs = self.of_plans @ self.factor, self.of_runs @ self.factor
+        truth = self.plans[:, None] + plans @ draws  # [plans, samples]
+        best = truth.min(axis=0)
+        # One error's draws for all runs, so that they differ by what they say.
+        seen = runs @ draws + self.noise[:, None] * random.normal(size=_SAMPLES)  # [runs, samples], less the mean
+        variance = (runs**2).sum(axis=1) + self.noise**2
+        gain = plans @ runs.T / variance  # [plans, runs]
+
+        def regret(means: Array) -> float:
+            chosen = means.argmin(axis=0)
+            return float(np.mean(np.exp(truth[chosen, np.arange(_SAMPLES)] - best) - 1))
+
+        now = regret(np.broadcast_to(self.plans[:, None], truth.shape))
+        return now, np.array([regret(self.plans[:, None] + np.outer(gain[:, i], seen[i])) for i in range(len(runs))])
+
+
+def belief(calibration: Calibration, plans: Sequence[Trial], runs: Sequence[Trial]) -> Belief:
+    """Return what constants say of plans and of possible runs.
+
+    Args:
+        calibration: the constants.
+        plans: what is chosen among.
+        runs: runs that could be made.
+    """
+    both = Sensitivity([*plans, *runs], calibration.method, calibration.parameters)
+    seconds, slopes = both(calibration.values)
+    found = calibration.predictions(plans)
+    # A stall is no constant: plans count with the time that they take in the mean.
+    means = np.log(seconds[: len(plans)]) + np.log(found.expected / found.plain)
+    noise = np.array([calibration.noise.get(t.cluster, calibration.noise[""]) for t in runs])
+    values, vectors = np.linalg.eigh(calibration.covariance)
+    factor = vectors * np.sqrt(np.maximum(values, 0.0))
+    return Belief(means, factor, slopes[: len(plans)], slopes[len(plans) :], noise)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A run to make next.
+
+    Attributes:
+        run: its place among the possible ones.
+        before: expected regret of the choice before it.
+        after: the same after it.
+    """
+
+    run: int
+    before: float
+    after: float
+
+
+def propose(found: Belief, costs: Array, number: int) -> list[Proposal]:
+    """Return the runs to make next, best first; fewer than asked for if more would not pay.
+
+    Args:
+        found: what is believed.
+        costs: [runs] cost of each, such as its hosts.
+        number: number of runs at most.
+    """
+    chosen: list[Proposal] = []
+    left = np.ones(len(costs), bool)
+    while len(chosen) < number and left.any():
+        now, after = found.regrets(seed=len(chosen))
+        if now < ENOUGH:
+            break
+        worth = np.where(left, (now - after) / np.sqrt(costs), -np.inf)
+        run = int(worth.argmax())
+        if now - after[run] <= 0:
+            # No single run changes the choice; one that tells most about all plans may, together with others.
+            spread = ((found.of_plans @ found.factor) @ (found.of_runs @ found.factor).T) ** 2
+            worth = spread.sum(axis=0) / (((found.of_runs @ found.factor) ** 2).sum(axis=1) + found.noise**2)
+            run = int(np.where(left, worth / np.sqrt(costs), -np.inf).argmax())
+        chosen.append(Proposal(run, now, float(after[run])))
+        left[run] = False
+        found = found.after(run)
+    return chosen
