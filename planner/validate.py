@@ -1,10 +1,10 @@
 """Validate predicted times on measured runs: python -m planner.validate --trials=trials.csv --fit=60 --out=DIR.
 
-It fits the constants of planner/fit/constants.py to some of the measured rows of a table (planner/fit/trials.py) and
+It fits the constants of planner/fit/constants.py to some of the measured rows of a table (planner/runs/trials.py) and
 predicts the others. --fit=N draws N rows to fit; --folds=K holds each row out once instead. --seeds=S repeats either
 with the seeds --seed, --seed + 1, ... and prints the means. --hold_out=cells holds out whole (hidden, micro_batch, tp)
 cells, --hold_out=meshes whole (tp, dp, pp). --fit_on=other.csv fits another table's rows, and predicts all of --trials.
-Either may be a published file that planner/fit/published.py reads. --method=pipette or amp uses their closed form in
+Either may be a published file that planner/runs/published.py reads. --method=pipette or amp uses their closed form in
 place of the simulator, with everything else equal.
 Predictions are those of planner.cost, by which plans are made (planner/fit/trial_steps.py). --executor says whose runs
 these are: ideal, of systems whose transfers hold no stage, such as Megatron-LM, or paxtrain, of this trainer, whose
@@ -36,8 +36,9 @@ from absl import flags
 from paxtrain.command_line import run
 from paxtrain.errors import UserError
 from paxtrain.knobs import define, given
-from planner.fit import published, trial_steps
+from planner.fit import trial_steps
 from planner.fit.validation import ValidateOptions, validate
+from planner.runs import published
 
 HINT = "name the table with --trials=trials.csv"
 
@@ -74,7 +75,7 @@ def _method() -> str:
 
 def define_flags() -> None:
     """Define this main's flags."""
-    flags.DEFINE_string("trials", None, "The table of measured runs, a CSV as planner/fit/trials.py describes it.")
+    flags.DEFINE_string("trials", None, "The table of measured runs, a CSV as planner/runs/trials.py describes it.")
     define(ValidateOptions, "fit", "folds", "seed", "seeds", "hold_out", folds=None)
     flags.DEFINE_string("fit_on", None, "Another table of measured runs, all of which are fitted; --trials judges.")
     methods = [method for method in trial_steps.METHODS if method not in trial_steps.EXECUTORS.values()]

@@ -68,10 +68,13 @@ _TABLE = {
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/parallel paxtrain/pipeline paxtrain/process "
         "paxtrain/run planner/cluster planner/cost"
     ),
-    "planner/fit": "paxtrain/config paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/pipeline",
+    "planner/runs": "paxtrain/config paxtrain/schedule",
+    "planner/fit": (
+        "paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/pipeline planner/runs"
+    ),
     "planner/start": (
         "paxtrain/config paxtrain/process paxtrain/profiling paxtrain/run paxtrain/schedule planner/cluster "
-        "planner/cost planner/fit planner/measure planner/planning"
+        "planner/cost planner/measure planner/planning planner/runs"
     ),
     "planner/jobs": "paxtrain/process planner/memory",
     "planner": "paxtrain paxtrain/config planner/cluster planner/cost planner/fit planner/planning",

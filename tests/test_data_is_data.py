@@ -28,7 +28,7 @@ from paxtrain.schedule import table_file
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.cluster.cluster import Cluster
-from planner.fit import trials
+from planner.runs import trials
 from tests.planner.examples import cluster
 
 pytestmark = pytest.mark.usefixtures("quiet_orbax")

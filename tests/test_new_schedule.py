@@ -35,9 +35,9 @@ MAY_NAME_SCHEDULES = (
     "paxtrain/testing/models.py",
     "planner/export/",
     "planner/search/baselines.py",
-    "planner/fit/published.py",
+    "planner/runs/published.py",
     "planner/fit/trial_steps.py",
-    "planner/fit/trials.py",
+    "planner/runs/trials.py",
     "planner/cost/simulate.py",
     "planner/measure/compute_timing.py",
 )

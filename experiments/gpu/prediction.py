@@ -22,12 +22,12 @@ from paxtrain.config import Config
 from paxtrain.config.load import load_config
 from paxtrain.devices import gpus
 from planner.fit import calibrate
-from planner.fit.trials import Trial
 from planner.measure import profile_cluster
 from planner.measure.machines import find_machines
 from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
 from planner.memory import compiled as oracle
+from planner.runs.trials import Trial
 
 _AIM = 0.03
 _STAND_IN = "h100"  # whose compiler answers if the device is not listed; without the plugin that of CPUs does

@@ -15,7 +15,7 @@ from scipy import stats
 
 from paxtrain.errors import UserError
 from planner.fit import memory
-from planner.fit.trials import Trial
+from planner.runs.trials import Trial
 
 Array = np.ndarray
 

@@ -29,8 +29,8 @@ from planner.fit.calibration import (
     owner,
 )
 from planner.fit.constants import CONSTANTS, NAMES
-from planner.fit.trainers import TRAINERS
-from planner.fit.trials import Trial
+from planner.runs.trainers import TRAINERS
+from planner.runs.trials import Trial
 
 Array = np.ndarray
 

@@ -13,7 +13,7 @@ from planner.fit.constants import CONSTANTS, NAMES
 from planner.fit.memory import MemoryModel
 from planner.fit.stalls import StallRates
 from planner.fit.trial_steps import TrialSteps
-from planner.fit.trials import Trial
+from planner.runs.trials import Trial
 
 Array = np.ndarray
 Cell = tuple[str, int, int, int]  # device kind, hidden, tensor, micro-batch

@@ -3,7 +3,7 @@
 import dataclasses
 
 from paxtrain.devices.datasheets import datasheet
-from planner.fit.trials import Trial
+from planner.runs.trials import Trial
 
 
 @dataclasses.dataclass(frozen=True)

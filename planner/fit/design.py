@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.fit.calibration import Calibration, Sensitivity
-from planner.fit.trials import Trial
+from planner.runs.trials import Trial
 
 Array = np.ndarray
 

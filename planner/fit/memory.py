@@ -13,7 +13,7 @@ from scipy import optimize, stats
 
 from planner.cost import compute
 from planner.fit.trial_steps import candidate, sheet
-from planner.fit.trials import Trial
+from planner.runs.trials import Trial
 
 Array = np.ndarray
 

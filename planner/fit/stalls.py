@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import optimize, special
 
-from planner.fit.trainers import TRAINERS
-from planner.fit.trials import Trial
+from planner.runs.trainers import TRAINERS
+from planner.runs.trials import Trial
 
 Array = np.ndarray
 

@@ -5,7 +5,7 @@ fill host after host unless the run says where they are. A tensor group waits fo
 tensor group spans are taken together.
 
 Runs of other systems, such as Megatron-LM, differ from this trainer's: ops begin as soon as their messages are there
-(planner.pipeline.ideal), the tied embedding's gradients are exchanged whole, and what planner/fit/trainers.py says of
+(planner.pipeline.ideal), the tied embedding's gradients are exchanged whole, and what planner/runs/trainers.py says of
 their trainers: attention may keep its scores in memory, and gradients may be reduced once a stage has done its last op.
 """
 
@@ -30,10 +30,10 @@ from planner.cost.sizes import MASTER
 from planner.cost.step_time import Executor, Problem, steps
 from planner.fit.constants import NAMES
 from planner.fit.recalibrate import LINKS, fitted_links, fitted_shares
-from planner.fit.trainers import TRAINERS
-from planner.fit.trials import Trial
 from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
+from planner.runs.trainers import TRAINERS
+from planner.runs.trials import Trial
 
 Array = np.ndarray
 # What narrower products gain over 16-bit ones: 2 and 4 by the data sheets, to the power of 0.7, because kernels that

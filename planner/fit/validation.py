@@ -11,9 +11,10 @@ from tqdm import tqdm
 
 from paxtrain.errors import UserError
 from paxtrain.knobs import knob
-from planner.fit import accuracy, calibrate, trials
+from planner.fit import accuracy, calibrate
 from planner.fit.accuracy import Forecast, MemoryScores, Scores, Split
-from planner.fit.trials import Trial
+from planner.runs import trials
+from planner.runs.trials import Trial
 
 
 class Repetition(NamedTuple):

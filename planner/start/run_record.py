@@ -1,6 +1,6 @@
 """The record of a planned run: rows for planner.validate, and a correction for later plans of the same folder.
 
-trials.csv         a row for each start that was timed, as planner/fit/trials.py describes them, with the predicted
+trials.csv         a row for each start that was timed, as planner/runs/trials.py describes them, with the predicted
                    and the measured seconds of each term in further columns; none for what that table cannot say
 corrections.json   for each kind of work that is profiled, the factor by which it takes longer than its profile says,
                    and the seconds of a step that are the host's, each with its standard error
@@ -25,8 +25,8 @@ from paxtrain.profiling.terms import StepComparison
 from paxtrain.schedule.schedules import FILE
 from planner.cluster.cluster import Cluster
 from planner.cost.compute import PARTS
-from planner.fit import trials
 from planner.measure.machines import Machines
+from planner.runs import trials
 
 TRIALS, CORRECTIONS = "trials.csv", "corrections.json"
 # Columns of the compute profile that a term's factor corrects; it has no time of the embedding's of its own.

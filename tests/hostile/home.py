@@ -21,7 +21,7 @@ from paxtrain.schedule.schedules import build
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.fit.constants import CONSTANTS
-from planner.fit.trials import COLUMNS
+from planner.runs.trials import COLUMNS
 from tests.sources import ROOT
 
 # The model that is imported, and from which a checkpoint is made.

@@ -15,7 +15,7 @@ from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
 from paxtrain.run import metrics
 from planner import run
-from planner.fit import trials
+from planner.runs import trials
 from planner.start import run_record
 from planner.start.environment import FILE
 from tests import mains, small

@@ -8,10 +8,11 @@ import pytest
 
 from paxtrain.errors import UserError
 from planner.cost.link_seconds import fabric, paths
-from planner.fit import calibrate, trial_steps, trials
+from planner.fit import calibrate, trial_steps
 from planner.fit.constants import CONSTANTS, NAMES
-from planner.fit.trainers import TRAINERS
 from planner.fit.trial_steps import TrialSteps
+from planner.runs import trials
+from planner.runs.trainers import TRAINERS
 
 ROW = {
     "cluster": "lab",

@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.fit import memory, trials
+from planner.fit import memory
+from planner.runs import trials
 
 ROW = {
     **{"cluster": "lab", "trainer": "nanotron", "family": "llama", "tied_head": 0, "device_kinds": "H100"},

@@ -17,7 +17,7 @@ from planner.fit.calibrate import fit
 from planner.fit.constants import NAMES
 from planner.fit.recalibrate import recalibrated
 from planner.fit.trial_steps import TrialSteps, candidate, cluster_of
-from planner.fit.trials import Trial, parse
+from planner.runs.trials import Trial, parse
 from tests.planner.examples import MODEL, cluster
 
 ROW = {

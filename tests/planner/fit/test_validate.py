@@ -9,9 +9,10 @@ from scipy import stats
 
 from paxtrain.errors import UserError
 from planner import validate
-from planner.fit import accuracy, trials, validation
+from planner.fit import accuracy, validation
 from planner.fit.accuracy import Scores
-from planner.fit.published import amp, vtrain
+from planner.runs import trials
+from planner.runs.published import amp, vtrain
 from tests import mains
 
 BASE = {

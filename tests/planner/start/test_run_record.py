@@ -9,8 +9,8 @@ import pytest
 from paxtrain.config import BatchConfig, CompressConfig, Config, MeshConfig, PipelineConfig
 from paxtrain.config.plan import Plan
 from paxtrain.profiling.terms import StepComparison
-from planner.fit import trials
 from planner.measure.machines import Machines
+from planner.runs import trials
 from planner.start import run_record
 from tests import small
 from tests.planner.examples import cluster

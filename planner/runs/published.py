@@ -1,4 +1,4 @@
-"""Published measurements converted to the table of planner.fit.trials.
+"""Published measurements converted to the table of planner.runs.trials.
 
 amp_homogeneous.json     52 trials of AMP (Li et al., NeurIPS 2022) on 4 hosts x 4 T4; failed ones become rows that
                          were not run. AMP counts 30 layers: embedding, a no-op, 24 transformer layers, two no-ops,
@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paxtrain.errors import UserError
-from planner.fit import trials
-from planner.fit.trials import Trial
+from planner.runs import trials
+from planner.runs.trials import Trial
 
 _AMP_BEFORE = 2  # layers that AMP counts before the first transformer layer
 
@@ -195,9 +195,9 @@ def _rows_of(source: pathlib.Path, text: str) -> list[dict[str, object]] | None:
     try:
         rows = reader(text)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
-        raise UserError(f"{source} is none of the files that planner/fit/published.py names ({error!r})") from error
+        raise UserError(f"{source} is none of the files that planner/runs/published.py names ({error!r})") from error
     if not rows:
-        raise UserError(f"{source} has no rows; it is none of the files that planner/fit/published.py names")
+        raise UserError(f"{source} has no rows; it is none of the files that planner/runs/published.py names")
     return rows
 
 
@@ -238,9 +238,9 @@ def convert(source: str | pathlib.Path, out: str | pathlib.Path) -> None:
     try:
         rows = _rows_of(pathlib.Path(source), pathlib.Path(source).read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {source} ({error}); name one of the files of planner/fit/published.py") from error
+        raise UserError(f"cannot read {source} ({error}); name one of the files of planner/runs/published.py") from error
     if rows is None:
-        raise UserError(f"{source} is none of the files that planner/fit/published.py names, by its first line")
+        raise UserError(f"{source} is none of the files that planner/runs/published.py names, by its first line")
     _trials(source, rows)
     try:
         trials.write(out, rows)

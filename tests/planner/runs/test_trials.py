@@ -8,7 +8,7 @@ import pytest
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
 from planner import convert
-from planner.fit import published, trials
+from planner.runs import published, trials
 
 SHARED = pathlib.Path(__file__).resolve().parents[3].parent / "shared" / "data" / "trials"
 ROW = {

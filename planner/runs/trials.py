@@ -3,7 +3,7 @@
 One row is one run of one configuration:
 
     cluster            any name; rows of one cluster share the constants that are fitted
-    trainer            optional: who ran it, one of planner/fit/trainers.py; rows of one trainer share constants, too
+    trainer            optional: who ran it, one of planner/runs/trainers.py; rows of one trainer share constants, too
     devices            devices that the run used
     devices_per_host   ranks fill host after host, unless placement says otherwise
     device_kinds       optional: one kind for all, or one per host joined by ";", as "A100;A100;V100"
@@ -52,7 +52,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError, whole
 from paxtrain.schedule.schedules import FAMILY, names, spec_of
-from planner.fit.trainers import TRAINERS
+from planner.runs.trainers import TRAINERS
 
 _SIZES = ("hidden", "heads", "layers", "seq", "vocab", "global_batch", "micro_batch", "tp", "dp", "pp")
 _COUNTS = ("devices", "devices_per_host", *_SIZES)
@@ -424,7 +424,7 @@ def read(path: str | pathlib.Path) -> list[Trial]:
             lines = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
-            f"cannot read the trials {path} ({error}); name a CSV as planner/fit/trials.py describes it"
+            f"cannot read the trials {path} ({error}); name a CSV as planner/runs/trials.py describes it"
         ) from error
     if missing := [name for name in COLUMNS if name not in names and name not in OPTIONAL]:
         raise UserError(
