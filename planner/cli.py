@@ -10,6 +10,7 @@ COMMANDS: dict[str, Command] = {
     "launch": ("planner.launch", (), "write a job for SLURM or Kubernetes, or run one on this machine"),
     "run": ("planner.run", (), "plan for the nodes of a job, and train on them"),
     "validate": ("planner.validate", (), "score predictions against measured runs"),
+    "calibrate": ("planner.calibrate", (), "propose the few runs that teach most about a cluster"),
     "convert": ("planner.convert", (), "convert published trials for validate"),
 }
 

@@ -69,9 +69,7 @@ _TABLE = {
         "paxtrain/run planner/cluster planner/cost"
     ),
     "planner/runs": "paxtrain/config paxtrain/schedule",
-    "planner/fit": (
-        "paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/pipeline planner/runs"
-    ),
+    "planner/fit": ("paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/pipeline planner/runs"),
     "planner/start": (
         "paxtrain/config paxtrain/process paxtrain/profiling paxtrain/run paxtrain/schedule planner/cluster "
         "planner/cost planner/measure planner/planning planner/runs"

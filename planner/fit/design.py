@@ -20,7 +20,8 @@ from planner.runs.trials import Trial
 
 Array = np.ndarray
 
-_SAMPLES = 256
+_SAMPLES = 1024
+_JITTER = 1e-12  # added to variances, which keeps rounding from making one negative
 ENOUGH = 0.01  # expected regret below which no further run pays
 
 
@@ -89,8 +90,7 @@ def belief(calibration: Calibration, plans: Sequence[Trial], runs: Sequence[Tria
     # A stall is no constant: plans count with the time that they take in the mean.
     means = np.log(seconds[: len(plans)]) + np.log(found.expected / found.plain)
     noise = np.array([calibration.noise.get(t.cluster, calibration.noise[""]) for t in runs])
-    values, vectors = np.linalg.eigh(calibration.covariance)
-    factor = vectors * np.sqrt(np.maximum(values, 0.0))
+    factor = np.linalg.cholesky(calibration.covariance + _JITTER * np.eye(len(calibration.covariance)))
     return Belief(means, factor, slopes[: len(plans)], slopes[len(plans) :], noise)
 
 

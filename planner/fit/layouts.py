@@ -1,0 +1,75 @@
+"""The layouts that a trainer could run on a cluster, as rows of the table of runs, without seconds."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from paxtrain.config import ModelConfig
+from paxtrain.errors import UserError
+from planner.cluster.cluster import Cluster, between
+from planner.runs.trials import COLUMNS, Trial, parse
+
+_GBIT = 8e-9  # of a byte per second
+_MOST_LAYOUTS = 400  # of one number of hosts; more are thinned out evenly
+
+
+def _powers(most: int) -> Iterator[int]:
+    """Yield powers of two up to a number."""
+    return itertools.takewhile(lambda x: x <= most, (2**i for i in itertools.count()))
+
+
+def _cells(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int) -> dict[str, object]:
+    """Return what all layouts on the first hosts of a cluster have in common."""
+    apart, same = between(cluster)[:hosts, :hosts], np.eye(hosts, dtype=bool)
+    rates = cluster.bandwidth[:hosts, :hosts]
+    network = [float(rates[i][apart[i]].max()) * cluster.nics * _GBIT for i in range(hosts)] if hosts > 1 else []
+    return {
+        **{"cluster": cluster.name, "trainer": trainer, "devices_per_host": cluster.devices_per_host},
+        **{"device_kinds": ";".join(cluster.kinds[:hosts]), "host_nics": cluster.nics},
+        **{"host_gbit": ";".join(f"{rate:.6g}" for rate in network)},
+        **{"intra_gbit": ";".join(f"{rate * _GBIT:.6g}" for rate in rates[same])},
+        **{"family": model.family, "hidden": model.hidden, "heads": model.heads, "layers": model.layers},
+        **{"kv_heads": model.key_value_heads, "ffn": model.ffn, "tied_head": int(model.tied_head)},
+        **{"seq": model.sequence, "vocab": model.vocab_size, "recompute": "none"},
+        **{"dtype": "bf16" if model.dtype == "bfloat16" else "fp32"},
+    }
+
+
+def layouts(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int, global_batch: int) -> list[Trial]:
+    """Return the layouts of a model on the first hosts of a cluster.
+
+    Args:
+        cluster: the cluster; a tensor group stays inside a host.
+        model: a model of a family that the table knows.
+        trainer: who is to run it, one of planner/runs/trainers.py.
+        hosts: number of hosts.
+        global_batch: sequences of a step.
+
+    Raises:
+        UserError: the table does not know the model, or no layout divides it.
+    """
+    if model.module:
+        raise UserError(f"model.module={model.module} has no column in the table of runs; plan it by planner.plan")
+    devices, common, found = hosts * cluster.devices_per_host, _cells(cluster, model, trainer, hosts), []
+    for tensor, pipe in itertools.product(_powers(cluster.devices_per_host), _powers(min(devices, model.layers))):
+        data = devices // (tensor * pipe)
+        if data * tensor * pipe != devices or cluster.devices_per_host % tensor or model.key_value_heads % tensor:
+            continue
+        for size in _powers(global_batch // data if data <= global_batch else 0):
+            if global_batch % (data * size):
+                continue
+            for sharding in ("none", "zero1") if data > 1 else ("none",):
+                row = {
+                    **common,
+                    **{"devices": devices, "tp": tensor, "pp": pipe, "dp": data, "global_batch": global_batch},
+                    **{"micro_batch": size, "sharding": sharding, "sequence_parallel": int(tensor > 1)},
+                }
+                found.append(parse({name: str(row.get(name, "")) for name in COLUMNS}))
+    if not found:
+        raise UserError(
+            f"no layout of {devices} devices divides {model.layers} layers, {model.key_value_heads} heads of keys and "
+            f"a batch of {global_batch}; a batch that is a power of two would do"
+        )
+    keep = np.unique(np.linspace(0, len(found) - 1, _MOST_LAYOUTS).astype(int))
+    return [found[i] for i in keep]
