@@ -53,6 +53,7 @@ class RunConfig(Checked):
         log_every: steps between records of metrics; a step whose gradients are not finite is always recorded.
         log_samples: whether each step prints where its samples lie in the data: PLACE, which begins at token PLACE *
             sequence of the file, or SET:PLACE.
+        stragglers: whether to look for the host, device or link that makes steps slower, when they become so.
         sample_tokens: tokens of the sample that is shown at the end; 0: none.
         peak_flops: peak FLOP/s of one device for MFU; 0: looked up by device kind, none for a CPU.
     """
@@ -65,6 +66,7 @@ class RunConfig(Checked):
     eval_batches: int = 8
     log_every: int = 1
     log_samples: bool = False
+    stragglers: bool = True
     sample_tokens: int = 200
     peak_flops: float = 0.0
 

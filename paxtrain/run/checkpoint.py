@@ -125,6 +125,11 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._barrier = _Barrier(self._sync_unfinished)
 
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._manager is not None and self._manager.is_saving_in_progress()
+
     def restore(
         self, abstract: Tree, model: Meta, wanted: Wanted | None = None, step: int = 0
     ) -> tuple[Tree, Meta] | None:

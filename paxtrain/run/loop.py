@@ -10,6 +10,7 @@ from paxtrain.parallel.step import TrainState
 from paxtrain.profiling.profiler import Profiler
 from paxtrain.run import checkpoint, metrics
 from paxtrain.run.prepared import PreparedRun
+from paxtrain.run.stragglers.stragglers import Stragglers
 
 Figures = dict[str, jax.Array]
 
@@ -37,6 +38,7 @@ class Loop:
         checkpoints: checkpoint.Checkpoints,
         writer: metrics.Metrics,
         profiler: Profiler,
+        stragglers: Stragglers | None = None,
     ) -> None:
         """Prepare the loop.
 
@@ -46,7 +48,9 @@ class Loop:
             checkpoints: Open checkpoints of the run.
             writer: Open metrics of the run.
             profiler: Profiler of some of the steps.
+            stragglers: Finder of what makes steps slower; None: nobody looks.
         """
+        self._stragglers = stragglers
         self._run, self.first, self.checkpoints, self.writer, self.profiler = run, first, checkpoints, writer, profiler
         self.progress = metrics.ProgressLine(run.config.run.steps, first, run.talks)
         self.seconds: list[float] = []
@@ -76,8 +80,11 @@ class Loop:
                     run.lock.check()
                 if number == run.ranks.start + 1 and number > 1:
                     self.progress.say(f"step {number}: compression over data starts, {self._levels()}")
+                asked = time.perf_counter()
                 with profiler.reading():
                     batch = next(batches)
+                if self._stragglers:
+                    self._stragglers.waited(time.perf_counter() - asked)
                 if run.config.run.log_samples:
                     self.progress.say(f"step {number}: samples {run.data.places(run.samples)}")
                 with profiler.step(number):
@@ -103,7 +110,8 @@ class Loop:
         validate = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
         save = c.checkpoint.every and number % c.checkpoint.every == 0
         stop, adapt = run.stop.now(), run.ranks.due(number)
-        if not (validate or save or stop or adapt or profiler.turns(number)):
+        look = self._stragglers is not None and self._stragglers.due(number)
+        if not (validate or save or stop or adapt or look or profiler.turns(number)):
             return False
         jax.block_until_ready(state)  # an exchange after the step belongs to the step's time, not to the pause
         profiler.pause(figures)
@@ -112,6 +120,8 @@ class Loop:
         if number == profiler.last:
             with run.progress.doing("reading the profile"):
                 self.writer.write(number, profiler.finish(run.step_of(number), self.progress.say))
+        if look:
+            self._look(number)
         if adapt and run.ranks.adapt():
             ranks = ", ".join(map(str, run.ranks.current))
             self.progress.say(f"step {number}: ranks of the stages' gradients over data are now {ranks}")
@@ -126,6 +136,15 @@ class Loop:
         self._paused += self._last - began
         return stop
 
+    def _look(self, number: int) -> None:
+        """Look for what makes steps slower, and tell it."""
+        assert self._stragglers is not None
+        with self._run.progress.doing("looking for what is slow"):
+            found = self._stragglers.look(number, self.checkpoints.writing)
+        if found:
+            self.progress.say(found.words())
+            self.writer.write(number, found.metrics())
+
     def _report_pending(self) -> None:
         if self._pending:
             self._report(*self._pending)
@@ -139,6 +158,9 @@ class Loop:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         self.seconds.append(seconds)
+        counts = number > self.first + 1 and number not in self.profiler.steps  # the first waits for late processes
+        if self._stragglers and counts and (said := self._stragglers.finished(number, seconds, run.program(number))):
+            self.progress.say(said)
         speed = run.tokens_per_step / seconds
         record = {
             "loss": values["loss"],

@@ -307,23 +307,23 @@ class PreparedRun:
         Raises:
             UserError: Ranks may change between the steps, or only some of them have an exchange of groups in them.
         """
-        changes = [n + 1 for n in steps[:-1] if self._program(n) != self._program(n + 1) or self.ranks.due(n)]
+        changes = [n + 1 for n in steps[:-1] if self.program(n) != self.program(n + 1) or self.ranks.due(n)]
         if changes:
             what = "gradients over data may change their ranks"
-            if any(self._program(n)[1] is not None for n in steps):
+            if any(self.program(n)[1] is not None for n in steps):
                 what = "an exchange of groups begins or ends"
             raise UserError(
                 f"profile={self.config.profile} spans step {changes[0]}, at which {what}; name steps that all come "
                 "before it, or steps from it on"
             )
 
-    def _program(self, number: int) -> ProgramKey:
+    def program(self, number: int) -> ProgramKey:
         """Return what the program of the step of a number depends on."""
         return self.ranks.at(number), self._timetable.under(number) if self._timetable else None
 
     def step_of(self, number: int) -> jax.stages.Compiled:
         """Return the compiled training step for the step of this number."""
-        program = self._program(number)
+        program = self.program(number)
         if program not in self._steps:
             trainer = dataclasses.replace(self.trainer, stage_ranks=program[0])
             if isinstance(trainer, GroupedTrainer):

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from paxtrain.profiling.profiler import Profiler
 from paxtrain.run import checkpoint, metrics, report, sampling
 from paxtrain.run.loop import Loop
 from paxtrain.run.prepared import PreparedRun
+from paxtrain.run.stragglers.stragglers import Advise, Stragglers
 from paxtrain.tables import size, table
 
 LOSSES = "loss.png"
@@ -63,11 +64,18 @@ def _temporary_bytes(memory: Any) -> int:
 class Run(PreparedRun):
     """A training run: preparation, steps, report."""
 
-    def train(self, predicted: Mapping[str, Any] | None = None) -> TrainingResult:
+    def train(
+        self,
+        predicted: Mapping[str, Any] | None = None,
+        names: Sequence[str] = (),
+        advise: Advise | None = None,
+    ) -> TrainingResult:
         """Train, print the report, and write a checkpoint, the metrics and the loss curve.
 
         Args:
             predicted: The plan's figures, to be compared with what is measured.
+            names: Name of the host of each process; empty: what its operating system says.
+            advise: Function that returns what to do about slower steps; None: a command to plan anew with.
         """
         home = self.out / sampling.CHECKPOINTS
         # The lock and `stop` are left last, so that SIGTERM is caught until the last checkpoint is on disk. `progress`
@@ -91,11 +99,13 @@ class Run(PreparedRun):
             memory = max((step.memory_analysis() for step in self._steps.values()), key=_temporary_bytes)
             described = report.describe(self.trainer, memory, time.perf_counter() - began, self.ranks.chosen)
             self.say(table(described + self.data.describe()))
+            stragglers = self._stragglers(names, advise) if self.config.run.stragglers else None
             anew = not self.config.checkpoint.resume or first == self.config.run.resume_step > 0
             with metrics.Metrics(self.out, self.primary, first or None, set_aside=anew) as writer, profiler:
                 untrained = self._untrained(state, writer)
-                loop = Loop(self, first, checkpoints, writer, profiler)
-                state, speed = loop.run(state)
+                loop = Loop(self, first, checkpoints, writer, profiler, stragglers)
+                with stragglers or contextlib.nullcontext():
+                    state, speed = loop.run(state)
                 self.progress.now("finishing")
                 done = int(state.step)
                 # The first step of a start waits for its batch, and for processes that were late.
@@ -118,6 +128,10 @@ class Run(PreparedRun):
                 self.say(table(comparison.rows()))
             self.say(f"stopped by SIGTERM after step {done}; the same command continues from its checkpoint")
         return result
+
+    def _stragglers(self, names: Sequence[str], advise: Advise | None) -> Stragglers:
+        with self.progress.doing("timing devices and links"):
+            return Stragglers(self.config, self.mesh, names, advise)
 
     def _result(
         self, state: TrainState, untrained: dict[str, float], validation: dict[str, float] | None, speed: float

@@ -14,6 +14,7 @@ from paxtrain.parallel.mesh import cpu_devices, host_major, make_mesh
 from paxtrain.process import distributed, jax_private, setup
 from paxtrain.process.progress import Progress
 from paxtrain.run.run import Run, TrainingResult
+from paxtrain.run.stragglers.stragglers import Advise
 
 
 class HasPlan(Protocol):
@@ -30,16 +31,18 @@ def train_together(
     progress: Progress | None = None,
     quiet: bool = False,
     codec: Codec | None = None,
+    advise: Advise | None = None,
 ) -> TrainingResult:
     """Train with all processes of the job, which must have joined.
 
     Args:
         config: Configuration, with the plan's sections if there is a plan.
         chosen: Plan with the order of the devices in the mesh; None: all devices in order.
-        names: Host name of every process, for a plan that names hosts.
+        names: Host name of every process; empty, unless the plan names hosts: what their operating systems say.
         progress: What this process does, for its watchdog; None: nobody watches.
         quiet: Whether to print nothing.
         codec: Codec of the gradients between stages, instead of the configuration's.
+        advise: Function that returns what to do about slower steps; None: a command to plan anew with.
 
     Raises:
         UserError: One of the processes has found bad input; every process raises.
@@ -54,7 +57,7 @@ def train_together(
         problem = error
     distributed.agree(problem)
     assert run is not None
-    return run.train(chosen.predicted if chosen else None)
+    return run.train(chosen.predicted if chosen else None, names, advise)
 
 
 def train(

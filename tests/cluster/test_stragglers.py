@@ -1,0 +1,103 @@
+"""Four hosts that compute for real: what becomes slow while they train is named in the log within 20 steps."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.hosts import hosts
+from experiments.lab.session import ROOT
+from paxtrain.run import metrics
+from tests import small
+
+pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
+HOSTS, PORT, MBIT, SHARE = 4, 9741, 100.0, 0.3
+WARM = 30  # steps before anything becomes slow
+PATIENCE = 240.0  # seconds, on a machine that others use as well
+SETTINGS = {
+    "model.vocab_size": 257,
+    "model.layers": 4,
+    "model.hidden": 64,
+    "model.heads": 4,
+    "model.sequence": 64,
+    "model.dtype": "float32",
+    "mesh.data": 2,
+    "mesh.pipe": 2,
+    "mesh.tensor": 1,
+    "batch.global_batch": 16,
+    "batch.micro_batch": 1,
+    "pipeline.scan_layers": "on",  # a smaller program, sooner compiled
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 10,
+    "checkpoint.every": 0,
+    "run.eval_every": 0,
+    "run.eval_batches": 1,
+    "run.sample_tokens": 0,
+}
+
+
+class Training:
+    """A run on the cluster's hosts."""
+
+    def __init__(self, cluster, home, steps=10_000, processes=HOSTS, **settings):
+        small.corpus(home, 40_000)
+        self.cluster, self.out, self.log = cluster, home / "run", home / "said"
+        values = {**SETTINGS, **{f"data.{name}": home / "data" / name for name in ("train", "validation")}, **settings}
+        values |= {"run.out": self.out, "run.steps": steps}
+        command = [sys.executable, "-m", "paxtrain.train", *(f"--config.{name}={x}" for name, x in values.items())]
+        command += [f"--coordinator={cluster.addresses[0]}:{PORT}", f"--num_processes={processes}", "--cpu_devices=1"]
+        environment = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONPATH": str(ROOT)}
+        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+        self.started = [
+            cluster.start(i % HOSTS, [*command, f"--process_id={i}"], log=self.log, env=environment)
+            for i in range(processes)
+        ]
+
+    @property
+    def said(self):
+        return self.log.read_text(errors="replace")
+
+    @property
+    def records(self):
+        path = self.out / metrics.FILE
+        return metrics.read(path) if path.exists() else []
+
+    @property
+    def step(self):
+        return max((record["step"] for record in self.records if "loss" in record), default=0)
+
+    def wait_for(self, holds):
+        until = time.monotonic() + PATIENCE
+        while not (found := holds()):
+            assert time.monotonic() < until and all(popen.poll() is None for popen in self.started), self.said
+            time.sleep(0.05)
+        return found
+
+    def slowed(self, slow_down):
+        """Return the line that names what `slow_down` has made slow, its metrics, and the steps until it came."""
+        self.wait_for(lambda: self.step >= WARM)
+        assert "slower by" not in self.said
+        slow_down()
+        began = self.step
+        line = self.wait_for(lambda: next(iter(re.findall("^step .*slower by.*$", self.said, re.MULTILINE)), ""))
+        [record] = self.wait_for(lambda: [record for record in self.records if "slower/step" in record])
+        steps = record["step"] - began
+        usual = [r["step_seconds"] for r in self.records if "step_seconds" in r and r["step"] <= began]
+        print(f"{steps} steps after the slowdown, steps took {sorted(usual)[len(usual) // 2]:.3f} s: {line}")
+        assert steps <= 20
+        return line, record
+
+
+@pytest.fixture
+def cluster():
+    with hosts.Cluster([[MBIT] * HOSTS for _ in range(HOSTS)], share=SHARE) as found:
+        yield found
+
+
+def test_a_slow_host_is_named(cluster, tmp_path):
+    line, record = Training(cluster, tmp_path).slowed(lambda: cluster.limit(SHARE / 3, 2))
+    assert "host pax2 takes" in line and "link" not in line and "--without=pax2" in line
+    assert 1.5 < record["slower/host/pax2"] < 6
