@@ -204,6 +204,11 @@ class Cluster:
             for i in range(self.hosts) if host is None else (host,):
                 self._quotas.limit(i, share)
 
+    def limit_process(self, host: int, process: int, share: float) -> None:
+        """Give one process of a host this share of a core."""
+        if self._quotas is not None:
+            self._quotas.limit_process(host, process, share)
+
     def rate(self, a: int, b: int, mbit: float) -> None:
         """Set the rate of the link from a to b, Mbit/s."""
         if self.shaped:

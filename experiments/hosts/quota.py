@@ -65,11 +65,26 @@ class Quotas:
 
     def limit(self, host: int, share: float | None) -> None:
         """Limit a host to that share of one core, or remove its limit."""
-        folder, period = self.home / str(host), 0 if share is None else round(_SLICE / share)
-        if (folder / "cpu.max").exists():
-            (folder / "cpu.max").write_text("max" if share is None else f"{_SLICE} {period}")
-            return
-        (folder / "cpu.cfs_quota_us").write_text("-1")
-        if share is not None:
-            (folder / "cpu.cfs_period_us").write_text(str(period))
-            (folder / "cpu.cfs_quota_us").write_text(str(_SLICE))
+        _limit(self.home / str(host), share)
+
+    def limit_process(self, host: int, process: int, share: float) -> None:
+        """Limit a process of a host, with all its threads, to that share of one core.
+
+        Version 2 allows no groups beside processes, so there the host's other processes must be in groups, too.
+        """
+        folder = self.home / str(host) / str(process)
+        folder.mkdir(exist_ok=True)
+        _limit(folder, share)
+        (folder / "cgroup.procs").write_text(str(process))
+
+
+def _limit(folder: pathlib.Path, share: float | None) -> None:
+    """Limit a control group to that share of one core, or remove its limit."""
+    period = 0 if share is None else round(_SLICE / share)
+    if (folder / "cpu.max").exists():
+        (folder / "cpu.max").write_text("max" if share is None else f"{_SLICE} {period}")
+        return
+    (folder / "cpu.cfs_quota_us").write_text("-1")
+    if share is not None:
+        (folder / "cpu.cfs_period_us").write_text(str(period))
+        (folder / "cpu.cfs_quota_us").write_text(str(_SLICE))

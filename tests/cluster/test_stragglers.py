@@ -1,8 +1,6 @@
 """Four hosts that compute for real: what becomes slow while they train is named in the log within 20 steps."""
 
-import pathlib
 import re
-import subprocess
 import sys
 import time
 
@@ -101,3 +99,27 @@ def test_a_slow_host_is_named(cluster, tmp_path):
     line, record = Training(cluster, tmp_path).slowed(lambda: cluster.limit(SHARE / 3, 2))
     assert "host pax2 takes" in line and "link" not in line and "--without=pax2" in line
     assert 1.5 < record["slower/host/pax2"] < 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("a", "b"), [(0, 1), (3, 1)])  # between stages, and between data ranks
+def test_a_link_that_is_slow_in_one_direction_is_named(cluster, tmp_path, a, b):
+    line, record = Training(cluster, tmp_path).slowed(lambda: cluster.rate(a, b, MBIT / 20))
+    assert f"the link from pax{a} to pax{b} takes" in line and line.count("takes") == 1, line
+    assert 4 < record[f"slower/link/pax{a}-to-pax{b}"] < 40
+
+
+@pytest.mark.slow
+def test_one_of_a_hosts_devices_is_named(cluster, tmp_path):
+    """Two processes share each host, and one of them then gets a third of its half."""
+    training = Training(cluster, tmp_path, processes=2 * HOSTS, **{"mesh.data": 4})
+    line, record = training.slowed(lambda: cluster.limit_process(1, training.started[5].pid, SHARE / 6))
+    assert "device 5 of process 5 on pax1 takes" in line and "host pax" not in line, line
+    assert 1.5 < record["slower/device/5"] < 6
+
+
+@pytest.mark.slow
+def test_without_a_slowdown_nothing_is_said(cluster, tmp_path):
+    training = Training(cluster, tmp_path, steps=400)
+    training.wait_for(lambda: training.step >= 399)
+    assert "slower by" not in training.said and not any("slower/step" in record for record in training.records)

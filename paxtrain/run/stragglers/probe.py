@@ -134,13 +134,17 @@ class LinkWork:
     def __call__(self) -> PartSeconds:
         """Return the seconds of a message over each link that ends here. All processes call it together."""
         found: PartSeconds = {}
-        for number, mine in enumerate(self._rounds):
+        for number, mine in enumerate(self._mine):
+            send = functools.partial(self._run, number)
             seconds = []
             for _ in range(_CALLS):
                 jax.block_until_ready(self._meet(self._x))
-                seconds.append(_seconds(lambda n=number: jax.block_until_ready(self._send(self._x, np.int32(n)))))
-            found |= {Part(LINK, *link): statistics.median(seconds) for link in self._mine[number]}
+                seconds.append(_seconds(send))
+            found |= {Part(LINK, *link): statistics.median(seconds) for link in mine}
         return found
+
+    def _run(self, number: int) -> None:
+        jax.block_until_ready(self._send(self._x, np.int32(number)))
 
 
 class Probe:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from paxtrain.config import Config
@@ -96,7 +97,8 @@ class Stragglers:
             advise: Function that returns advice, on process 0; None: the command that plans without a slow host.
         """
         hosts, host_of = numbered(names or distributed.host_names())
-        message = config.batch.micro_batch * config.model.sequence * config.model.hidden * 2
+        width = config.model.hidden * jnp.dtype(config.model.dtype).itemsize
+        message = config.batch.micro_batch * config.model.sequence * width
         self._job = Job(hosts, host_of)
         self._advise = advise or (by_hand(config) if len(hosts) > 1 else lambda _: "")
         # One process on CPUs has cores that all its devices share, and nothing to compare them with.
