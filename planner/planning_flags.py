@@ -19,6 +19,7 @@ from planner.planning.loss_budget import read
 from planner.planning.options import PlanOptions
 
 _OPTIONS = [field.name for field in dataclasses.fields(PlanOptions) if field.name not in ("oracle", "others")]
+SEARCH = (*_OPTIONS, *more_axes())  # the flags that `define_flags` defines
 # What the planner decides, and the flags that narrow it to a value.
 _DECIDED = {
     **{f"mesh.{name}": f"--{name}={{}}" for name in AXES},

@@ -7,6 +7,7 @@ a recent profile exists, and plans. With --plan=FILE hosts are matched by name, 
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import socket
@@ -37,8 +38,9 @@ from planner.measure.machines import Machines, find_machines
 from planner.measure.process_group import ProcessGroup
 from planner.planning.inputs import sections
 from planner.planning.options import PlanOptions
-from planner.start import allocation, environment, job_plan, run_record
+from planner.start import allocation, environment, job_plan, replanning, run_record
 from planner.start.job_plan import Decision, PlanRequest
+from planner.start.replanning import Replanning
 
 HINT = OVERRIDES
 AUTO = "auto"
@@ -197,7 +199,13 @@ def main(argv: Sequence[str]) -> None:
         if group.process == 0:
             finished.unlink(missing_ok=True)
         names = [machines.hosts[host] for host in machines.of_process]
-        result = training.train_together(config, decision.plan, names, progress)
+        advise = None
+        if group.process == 0 and config.run.stragglers:
+            kept = allocation.kept_profile(out / job_plan.PROFILES, machines, neutral.model, math.inf)
+            cluster = run_record.corrected(kept.cluster, out)[0] if kept else None
+            search = replanning.given(planning_flags.SEARCH)
+            advise = held.enter_context(Replanning(out, values, decision.plan, cluster, search))
+        result = training.train_together(config, decision.plan, names, progress, advise=advise)
         if group.process == 0:
             if result.comparison:
                 _record_times(out, config, machines, result.comparison, decision.plan)

@@ -51,7 +51,7 @@ from planner import run
 class Run:
     def __init__(self, config, mesh, *_):
         self.mesh, self.done = mesh, config.run.steps <= 2
-    def train(self, predicted):
+    def train(self, predicted, *_):
         print("mesh", [d.process_index for d in self.mesh.devices.flat], flush=True)
         seconds = [predicted["step_seconds"]] * 5 if predicted else []
         return types.SimpleNamespace(finished=self.done, comparison=terms.compare(predicted or {}, seconds, {}))

@@ -28,7 +28,7 @@ class Culprit:
     """A part of the job that has become slow.
 
     Attributes:
-        name: What the metrics call it, such as "host/pax2", "device/5" or "link/pax1-to-pax2".
+        name: What the metrics call it, such as "host/pax2", "device/2.0" or "link/pax1-to-pax2".
         words: A clause that says how slow it is.
         times: How many times as long it takes as before.
         host: Host without which a plan would not have it; empty for a link or several hosts.
@@ -91,8 +91,9 @@ class Judge:
         slow: dict[int, float] = {}  # hosts, and how many times as long they take
         for kind in (DEVICE, CPU, LINK):
             of_kind = {part: x for part, x in ratios.items() if part.kind == kind}
-            typical = max(statistics.median_low(of_kind.values()), 1.0) if of_kind else 1.0
-            if typical > 1 + least and len(of_kind) > 1:
+            others = [x for part, x in of_kind.items() if kind != LINK or not slow.keys() & set(part[1:])]
+            typical = max(statistics.median_low(others), 1.0) if others else 1.0
+            if typical > 1 + least and len(others) > 1:
                 found.append(self._most(kind, typical))
                 typical *= 1.5  # those that are far beyond are named besides
             beyond = {p: x for p, x in of_kind.items() if x / typical - 1 > max(least, _SIGMAS * self._sigma[p])}
@@ -139,11 +140,9 @@ class Judge:
             processes = [part.first for part in parts]
             who = f"the CPU of {some([self._job.process(number) for number in processes])}"
             return Culprit(f"process/{'-'.join(map(str, processes))}", f"{who} takes {longer}", ratio, name)
-        ids = [str(part.second) for part in parts]
-        who = f"device {ids[0]}" if len(ids) == 1 else f"devices {some(ids)}"
-        of = some([self._job.process(number) for number in dict.fromkeys(part.first for part in parts)])
-        takes = "takes" if len(ids) == 1 else "take"
-        return Culprit(f"device/{'-'.join(ids)}", f"{who} of {of} {takes} {longer}", ratio, name)
+        who = some([f"device {part.second} of {self._job.process(part.first)}" for part in parts])
+        key = "-".join(f"{part.first}.{part.second}" for part in parts)
+        return Culprit(f"device/{key}", f"{who} {'takes' if len(parts) == 1 else 'take'} {longer}", ratio, name)
 
     def _links(
         self, beyond: Mapping[Part, float], now: Mapping[Part, float], slow: Mapping[int, float]

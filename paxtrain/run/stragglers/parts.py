@@ -16,7 +16,7 @@ class Part(NamedTuple):
     Attributes:
         kind: CPU, DEVICE, LINK or INPUT.
         first: Number of the process; of a link the number of the host that sends.
-        second: Of a device its id; of a link the number of the host that receives; otherwise 0.
+        second: Of a device its place in its process; of a link the number of the host that receives; otherwise 0.
     """
 
     kind: str
@@ -82,5 +82,5 @@ def numbered(names: Sequence[str]) -> tuple[list[str], list[int]]:
 
 def of_this_process(devices: Iterable[jax.Device]) -> list[jax.Device]:
     """Return this process's devices that can be slow by themselves: virtual ones on CPUs share its cores."""
-    mine = [device for device in devices if device.process_index == jax.process_index()]
+    mine = sorted((d for d in devices if d.process_index == jax.process_index()), key=lambda d: d.id)
     return mine[:1] if mine and mine[0].platform == "cpu" else mine

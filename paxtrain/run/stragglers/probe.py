@@ -158,8 +158,7 @@ class Probe:
             host_of: Number of the host of each process.
             message: Bytes of a message between stages.
         """
-        self._devices = of_this_process(mesh.devices.flat)
-        self._work = DeviceWork(self._devices)
+        self._work = DeviceWork(of_this_process(mesh.devices.flat))
         self._links = LinkWork(mesh, host_of, message)
 
     def __call__(self) -> PartSeconds:
@@ -167,5 +166,5 @@ class Probe:
         me = jax.process_index()
         found = self._links()  # first, which lets all processes begin with the rest at once
         calls = [self._work() for _ in range(_CALLS)]
-        found |= {Part(DEVICE, me, d.id): statistics.median(s) for d, s in zip(self._devices, zip(*calls))}
+        found |= {Part(DEVICE, me, i): statistics.median(seconds) for i, seconds in enumerate(zip(*calls))}
         return found | {Part(CPU, me): _of_calls(_hash)}

@@ -27,8 +27,8 @@ class StepChange:
 
     Attributes:
         before: Usual seconds of a step before the change.
-        now: Median seconds of the steps since the change.
-        steps: Number of steps since the change.
+        now: Median seconds of the newest steps since then.
+        steps: Number of steps since the change, about.
     """
 
     before: float
@@ -82,6 +82,7 @@ class StepWatch:
 
     def _changed(self, steps: list[tuple[float, float]]) -> StepChange:
         before = statistics.median(usual for usual, _ in steps)
-        off = statistics.median(here - usual for usual, here in steps)
+        # The first ones may have been slow by chance.
+        off = statistics.median(here - usual for usual, here in steps[len(steps) // 2 :])
         self.__init__()  # type: ignore[misc]
         return StepChange(math.exp(before), math.exp(before + off), len(steps))

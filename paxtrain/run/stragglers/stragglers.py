@@ -55,7 +55,7 @@ class Slowdown:
         if not why:
             why = "no device, link, CPU or input explains it; a profile of some steps (--config.profile) tells the term"
         took = f"{now:.4g} s instead of {before:.4g} s"
-        found = f"step {self.step}: slower by {self.change.slower:.0%} since step {self.since} ({took}): {why}"
+        found = f"step {self.step}: slower by {self.change.slower:.0%} since about step {self.since} ({took}): {why}"
         return f"{found}. {self.advice}" if self.advice else found
 
     def metrics(self) -> dict[str, float]:
@@ -138,7 +138,9 @@ class Stragglers:
             self._appointment.ask()
         elif self._normal and change.now < (1 + LEAST) * self._normal:
             self._normal = None
-            return f"step {step}: as fast as before again since step {step + 1 - change.steps} ({change.now:.4g} s)"
+            return (
+                f"step {step}: as fast as before again since about step {step + 1 - change.steps} ({change.now:.4g} s)"
+            )
         return ""
 
     def due(self, step: int) -> bool:

@@ -1,0 +1,71 @@
+"""A run by itself: slower steps are told once, with the term that explains them, and so is their end."""
+
+import jax
+import pytest
+
+from paxtrain.config import from_dict
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.run.stragglers.judgement import Culprit
+from paxtrain.run.stragglers.step_change import StepChange
+from paxtrain.run.stragglers.stragglers import Slowdown, Stragglers, by_hand
+
+
+@pytest.fixture
+def stragglers():
+    config = from_dict({"optimizer": {"warmup_steps": 1}})
+    with Stragglers(config, make_mesh(config.mesh, devices=jax.devices()[:1])) as found:
+        yield found
+
+
+def train(stragglers, seconds, waits=None, first=1, writing=False):
+    """Return what is said after each step, by its number."""
+    said = {}
+    for number, value in enumerate(seconds, first):
+        stragglers.waited(waits[number - first] if waits else 0.001)
+        if line := stragglers.finished(number - 1, value):
+            said[number] = line
+        if stragglers.due(number):
+            found = stragglers.look(number, writing)
+            said[number] = found.words()
+    return said
+
+
+def test_input_that_has_become_slow_is_named_and_then_that_steps_are_fast_again(stragglers):
+    seconds = [0.2] * 50 + [0.3] * 50 + [0.2] * 30
+    said = train(stragglers, seconds, [0.001] * 50 + [0.101] * 50 + [0.001] * 30)
+    (step, line), (_, again) = said.items()
+    assert 50 < step <= 70
+    assert line.startswith(f"step {step}: slower by 50% since about step 50 (0.3 s instead of 0.2 s): process 0 on ")
+    assert line.endswith("waits 0.1 s longer for input (the term host)")
+    assert again.endswith("as fast as before again since about step 100 (0.2 s)")
+
+
+def test_what_nothing_explains_is_said_too(stragglers):
+    [line] = train(stragglers, [0.2] * 50 + [0.3] * 50).values()
+    assert "no device, link, CPU or input explains it" in line
+
+
+def test_a_checkpoint_that_is_being_written_is_the_last_resort(stragglers):
+    [line] = train(stragglers, [0.2] * 50 + [0.3] * 50, writing=True).values()
+    assert line.endswith("a checkpoint is being written beside the steps (the term host)")
+
+
+def test_a_change_by_less_than_a_tenth_is_not_worth_a_line(stragglers):
+    assert train(stragglers, [0.2] * 50 + [0.215] * 100) == {}
+    assert train(stragglers, [0.2] * 50 + [0.1] * 50, first=201) == {}
+
+
+def test_metrics_are_numbers_that_the_names_explain():
+    culprit = Culprit("link/a-to-b", "the link is slow", 5.0, link=("a", "b"))
+    found = Slowdown(57, 50, StepChange(0.2, 0.3, 8), (culprit,))
+    expected = {"slower/step": 1.5, "slower/lost_seconds": 0.1, "slower/link/a-to-b": 5.0}
+    assert found.metrics() == pytest.approx(expected)
+
+
+def test_without_a_planner_the_command_that_plans_is_told():
+    advise = by_hand(from_dict({"optimizer": {"warmup_steps": 1}, "run": {"out": "runs/my run"}}))
+    host, link = Culprit("host/b", "", 2.0, host="b"), Culprit("link/a-to-b", "", 5.0, link=("a", "b"))
+    told = advise(Slowdown(57, 50, StepChange(0.2, 0.3, 8), (link, host)))
+    command = "python -m planner.plan --model='runs/my run'/config.json --cluster=CLUSTER.json --without=b"
+    assert told == f"Predict a step without b: {command}"
+    assert advise(Slowdown(57, 50, StepChange(0.2, 0.3, 8), (link,))) == ""
