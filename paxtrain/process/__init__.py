@@ -3,7 +3,7 @@
 distributed.py               joining the processes of a launch
 launchers.py                 what launchers tell a process by variables
 stopping.py progress.py      a stop on SIGTERM; what this process does, and its end when it hangs or fails
-host_speed.py                a host whose processor is slower than the others'
+appointment.py               a step after which all do something together
 listening.py                 the addresses at which to listen
 setup.py                     settings of the whole process, made by mains alone
 compilation_cache.py         when jax's cache of compiled programs is not used

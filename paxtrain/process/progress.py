@@ -17,11 +17,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Self
 
-from tqdm import tqdm
-
 from paxtrain.errors import PREFIX, printable, told
 from paxtrain.process import jax_private
-from paxtrain.process.host_speed import HostSpeed
 
 FAULT = 1  # exit code; bad input has 2
 STOPPED = 143  # exit code of a process that SIGTERM ends, and of a run that has saved after it
@@ -112,17 +109,6 @@ class Progress:
                 where = " ".join(stack[-1].split())
                 self._end(f"nothing has finished for {waited:.0f} s, {self._when()}; it is in {where}", FAULT)
 
-    def _compare_hosts(self) -> None:
-        speed = HostSpeed()
-        while not self._over.wait(_CHECK):
-            if self._doing or jax_private.joined_processes() == 1:  # between steps hosts have different work
-                continue
-            try:
-                for line in speed.sample():
-                    tqdm.write(f"note: {line}", file=sys.stderr)
-            except RuntimeError:  # the coordination service has ended, and with it this process will
-                return
-
     def _failed(self, error: BaseException) -> None:
         """Say in one sentence why this process ends, and end it."""
         found = told(error) if isinstance(error, Exception) else None
@@ -140,8 +126,6 @@ class Progress:
         if self._ends and self._depth == 1:
             self._over.clear()
             threading.Thread(target=self._watch, args=(threading.get_ident(),), name="watchdog", daemon=True).start()
-            # One of its own: it may have to wait for the coordinator, and the watchdog must not.
-            threading.Thread(target=self._compare_hosts, name="host speed", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -131,7 +131,10 @@ class Run(PreparedRun):
 
     def _stragglers(self, names: Sequence[str], advise: Advise | None) -> Stragglers:
         with self.progress.doing("timing devices and links"):
-            return Stragglers(self.config, self.mesh, names, advise)
+            found = Stragglers(self.config, self.mesh, names, advise)
+        for line in found.behind():
+            self.say(line)
+        return found
 
     def _result(
         self, state: TrainState, untrained: dict[str, float], validation: dict[str, float] | None, speed: float

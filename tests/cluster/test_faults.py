@@ -51,14 +51,9 @@ def test_a_host_without_network_is_named(lab):
     assert "unhealthy (stopped sending heartbeats):\n2\n" in lab.said
 
 
-def test_a_slow_host_is_named(lab):
+def test_after_all_of_that_the_run_goes_on_and_sigterm_stops_it(lab):
     lab.start()
     lab.wait_for_step(lab.last_step + 8)
-    lab.cluster.limit(0.1, faults.HOSTS - 1)
-    faults.wait("a note", lambda: "note: process 2 on pax2: its CPU takes " in lab.said, faults.PATIENCE)
-    lab.cluster.limit(None, faults.HOSTS - 1)
-    faults.wait("a note", lambda: "note: process 2 on pax2: its CPU is as fast" in lab.said, faults.PATIENCE)
-    assert lab.said.count("note: process ") == 2
     lab.term()
     assert lab.wait_for_end(time.monotonic(), faults.PATIENCE)["codes"] == [0] * faults.HOSTS
 

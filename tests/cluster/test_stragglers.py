@@ -41,6 +41,7 @@ class Training:
     """A run on the cluster's hosts."""
 
     def __init__(self, cluster, home, steps=10_000, processes=HOSTS, **settings):
+        """Start it. Hosts get their share of a core when all have compiled, which then takes a third of the time."""
         small.corpus(home, 40_000)
         self.cluster, self.out, self.log = cluster, home / "run", home / "said"
         values = {**SETTINGS, **{f"data.{name}": home / "data" / name for name in ("train", "validation")}, **settings}
@@ -53,6 +54,8 @@ class Training:
             cluster.start(i % HOSTS, [*command, f"--process_id={i}"], log=self.log, env=environment)
             for i in range(processes)
         ]
+        self.wait_for(lambda: "compiled in" in self.said)
+        cluster.limit(SHARE)
 
     @property
     def said(self):
@@ -91,7 +94,7 @@ class Training:
 
 @pytest.fixture
 def cluster():
-    with hosts.Cluster([[MBIT] * HOSTS for _ in range(HOSTS)], share=SHARE) as found:
+    with hosts.Cluster([[MBIT] * HOSTS for _ in range(HOSTS)]) as found:
         yield found
 
 

@@ -20,6 +20,7 @@ _SIGMAS = 4.0  # of the part's own noise
 _LEAST_SIGMA = 0.03  # of the part's seconds
 _TO_SIGMA = 1.4826  # from the median absolute deviation of normal noise
 _OF_INPUT = 0.5  # of the seconds that a step lost, which input must have gained to explain it
+_BEHIND = 2.0  # times as long as most others of its kind, by which a part counts as slow from the start
 _BESIDES = 2.0  # times as much as its host, by which a link must be slower to be named beside it
 
 
@@ -49,10 +50,12 @@ class Job:
     Attributes:
         hosts: Names of the hosts.
         host_of: Number of the host of each process.
+        kinds: Kind of the devices of each process.
     """
 
     hosts: Sequence[str]
     host_of: Sequence[int]
+    kinds: Sequence[str]
 
     def process(self, number: int) -> str:
         """Return a process in words."""
@@ -77,6 +80,22 @@ class Judge:
             middle = statistics.median(values)
             spread = _TO_SIGMA * statistics.median(abs(value - middle) for value in values)
             self._usual[part], self._sigma[part] = middle, max(spread / middle, _LEAST_SIGMA)
+
+    def behind(self) -> list[Culprit]:
+        """Return the hosts and devices that are far slower than most others of their kind, from the start on."""
+        found: list[Culprit] = []
+        slow: dict[int, float] = {}
+        for device in dict.fromkeys(self._job.kinds):
+            for kind in (DEVICE, CPU):
+                alike = {
+                    part: seconds
+                    for part, seconds in self._usual.items()
+                    if part.kind == kind and self._job.kinds[part.first] == device
+                }
+                most = statistics.median_low(alike.values()) if alike else 0.0
+                beyond = {part: seconds / most for part, seconds in alike.items() if seconds > _BEHIND * most}
+                found += self._hosts(kind, beyond, slow, "most others")
+        return found
 
     def culprits(self, now: Mapping[Part, float], change: StepChange) -> list[Culprit]:
         """Return what explains slower steps, the worst first; empty: nothing that is measured does.
@@ -108,21 +127,24 @@ class Judge:
         what = {DEVICE: "most devices", CPU: "the CPUs of most hosts", LINK: "most links"}[kind]
         return Culprit(f"{kind}/most", f"{what} take {times(ratio)} as long as at the start", ratio)
 
-    def _hosts(self, kind: str, beyond: Mapping[Part, float], slow: dict[int, float]) -> list[Culprit]:
+    def _hosts(
+        self, kind: str, beyond: Mapping[Part, float], slow: dict[int, float], than: str = "at the start"
+    ) -> list[Culprit]:
         """Return the hosts, or single devices of them, that are beyond what is usual, and add them to `slow`."""
         found = []
         for host in sorted({self._host(part) for part in beyond} - set(slow)):
             here = {part: ratio for part, ratio in beyond.items() if self._host(part) == host}
             every = sum(part.kind == kind and self._host(part) == host for part in self._usual)
             slow[host] = statistics.median(here.values())
-            found.append(self._host_or_devices(kind, host, here, whole=len(here) == every))
+            longer = f"{times(slow[host])} as long as {than} for the same work"
+            found.append(self._host_or_devices(kind, host, here, len(here) == every, longer))
         return found
 
     def _host(self, part: Part) -> int:
         """Return the number of the host of a device or a CPU."""
         return self._job.host_of[part.first]
 
-    def _host_or_devices(self, kind: str, host: int, slow: Mapping[Part, float], whole: bool) -> Culprit:
+    def _host_or_devices(self, kind: str, host: int, slow: Mapping[Part, float], whole: bool, longer: str) -> Culprit:
         """Return a host, or some of its devices, as what is slow.
 
         Args:
@@ -130,9 +152,10 @@ class Judge:
             host: Number of the host.
             slow: Its parts of this kind that are slow.
             whole: Whether these are all that it has.
+            longer: What follows the word "takes".
         """
         name, ratio = self._job.hosts[host], statistics.median(slow.values())
-        parts, longer = sorted(slow), f"{times(ratio)} as long as at the start for the same work"
+        parts = sorted(slow)
         if whole:
             who = f"host {name}" if kind == DEVICE else f"the CPU of host {name}"
             return Culprit(f"host/{name}", f"{who} takes {longer}", ratio, name)

@@ -73,11 +73,11 @@ class DeviceWork:
         self._program = jax.jit(mapped).lower(self._x, number).compile()
         self._turns = 1
         self()
-        while (slowest := max(self())) < _WORK:
+        while (slowest := max(self()) * self._turns) < _WORK:
             self._turns *= min(max(int(_WORK / slowest), 2), 64)
 
     def __call__(self) -> list[float]:
-        """Return the seconds of each device."""
+        """Return the seconds of each device for one turn, which devices of a kind may be compared by."""
         began = time.perf_counter()
         shards = self._program(self._x, np.int32(self._turns)).addressable_shards
         waits = {shard.device: shard.data for shard in shards}
@@ -87,7 +87,7 @@ class DeviceWork:
                 seconds[device] = time.perf_counter() - began
                 del waits[device]
             time.sleep(1e-4)  # leaves the core to a device that is a CPU
-        return list(seconds.values())
+        return [value / self._turns for value in seconds.values()]
 
 
 class LinkWork:

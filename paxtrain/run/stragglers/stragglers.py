@@ -99,18 +99,23 @@ class Stragglers:
         hosts, host_of = numbered(names or distributed.host_names())
         width = config.model.hidden * jnp.dtype(config.model.dtype).itemsize
         message = config.batch.micro_batch * config.model.sequence * width
-        self._job = Job(hosts, host_of)
+        kinds = distributed.gather_texts(mesh.local_devices[0].device_kind)
         self._advise = advise or (by_hand(config) if len(hosts) > 1 else lambda _: "")
         # One process on CPUs has cores that all its devices share, and nothing to compare them with.
         alone = jax.process_count() == 1 and mesh.devices.flat[0].platform == "cpu"
         self._probe = None if alone else Probe(mesh, host_of, message)
-        self._judge = Judge(self._job, [from_texts(self._measured()) for _ in range(0 if alone else _USUAL)])
+        usual = [from_texts(self._measured()) for _ in range(0 if alone else _USUAL)]
+        self._judge = Judge(Job(hosts, host_of, kinds), usual)
         self._watch, self._appointment = StepWatch(), Appointment("probe")
         self._waits: deque[float] = deque(maxlen=_RECENT)
         self._first_waits: list[float] = []
         self._change: StepChange | None = None
         self._since = 0
         self._normal: float | None = None  # seconds of a step before the last slowdown that was told
+
+    def behind(self) -> list[str]:
+        """Return a line for each host or device that is far slower than others of its kind from the start on."""
+        return [f"note: {culprit.words}; all others may wait for it" for culprit in self._judge.behind()]
 
     def _measured(self, more: PartSeconds | None = None) -> list[str]:
         found = self._probe() if self._probe else {}

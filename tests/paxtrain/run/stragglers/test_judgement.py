@@ -1,5 +1,7 @@
 """What explains slower steps: a host, a device, one direction of a link, the input, or nothing."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from paxtrain.run.stragglers.parts import CPU, DEVICE, INPUT, LINK, Part
 from paxtrain.run.stragglers.step_change import StepChange
 
 HOSTS, DEVICES = 4, 2
-JOB = Job([f"pax{i}" for i in range(HOSTS)], range(HOSTS))
+JOB = Job([f"pax{i}" for i in range(HOSTS)], range(HOSTS), ["cpu"] * HOSTS)
 SLOWER = StepChange(1.0, 1.4, 8)
 
 
@@ -83,3 +85,13 @@ def test_a_wait_for_input_explains_a_step_that_lost_as_much():
         culprits = judge.culprits(usual() | {Part(INPUT, 2): longer, Part(INPUT, 0): 0.0}, SLOWER)
         assert [culprit.name for culprit in culprits] == expected
         assert all("process 2 on pax2 waits 0.3 s longer for input" in culprit.words for culprit in culprits)
+
+
+def test_a_host_that_is_slow_from_the_start_is_named_among_those_of_its_kind():
+    usual_there = dict.fromkeys(usual(), 0.01)
+    assert Judge(JOB, [usual_there]).behind() == []
+    slow = usual_there | dict.fromkeys(on(2), 0.03)
+    [culprit] = Judge(JOB, [slow]).behind()
+    assert culprit.words == "host pax2 takes 3 times as long as most others for the same work"
+    kinds = dataclasses.replace(JOB, kinds=["h100", "h100", "v100", "v100"])
+    assert Judge(kinds, [slow | dict.fromkeys(on(3), 0.03)]).behind() == []
