@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from absl import flags
+from tqdm import tqdm
 
 from paxtrain import files
 from paxtrain.config.plan import Plan
@@ -45,7 +46,7 @@ class Replanning:
         plan: Plan,
         cluster: Cluster | None,
         options: Sequence[str] = (),
-        say: Callable[[str], None] = lambda line: print(line, flush=True),
+        say: Callable[[str], None] = lambda line: tqdm.write(line, file=sys.stderr),
     ) -> None:
         """Prepare; nothing is written before there is a slowdown.
 

@@ -8,13 +8,14 @@ import pytest
 
 from experiments.hosts import hosts
 from experiments.lab.session import ROOT
+from paxtrain.config import plan as plans
 from paxtrain.run import metrics
 from tests import small
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
 HOSTS, PORT, MBIT, SHARE = 4, 9741, 100.0, 0.3
 WARM = 30  # steps before anything becomes slow
-PATIENCE = 240.0  # seconds, on a machine that others use as well
+PATIENCE = 400.0  # seconds, on a machine that others use as well
 SETTINGS = {
     "model.vocab_size": 257,
     "model.layers": 4,
@@ -40,14 +41,15 @@ SETTINGS = {
 class Training:
     """A run on the cluster's hosts."""
 
-    def __init__(self, cluster, home, steps=10_000, processes=HOSTS, **settings):
-        """Start it. Hosts get their share of a core when all have compiled, which then takes a third of the time."""
+    def __init__(self, cluster, home, steps=10_000, processes=HOSTS, program="paxtrain.train", **settings):
+        """Start it. Hosts get their share of a core when all have compiled, unless they have it already."""
         small.corpus(home, 40_000)
         self.cluster, self.out, self.log = cluster, home / "run", home / "said"
         values = {**SETTINGS, **{f"data.{name}": home / "data" / name for name in ("train", "validation")}, **settings}
         values |= {"run.out": self.out, "run.steps": steps}
-        command = [sys.executable, "-m", "paxtrain.train", *(f"--config.{name}={x}" for name, x in values.items())]
+        command = [sys.executable, "-m", program, *(f"--config.{name}={x}" for name, x in values.items())]
         command += [f"--coordinator={cluster.addresses[0]}:{PORT}", f"--num_processes={processes}", "--cpu_devices=1"]
+        command += ["--profile_seconds=15", "--compute_hosts=1", "--compress=none"] * (program == "planner.run")
         environment = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONPATH": str(ROOT)}
         environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
         self.started = [
@@ -99,7 +101,8 @@ def cluster():
 
 
 def test_a_slow_host_is_named(cluster, tmp_path):
-    line, record = Training(cluster, tmp_path).slowed(lambda: cluster.limit(SHARE / 3, 2))
+    small_program = {"mesh.data": 4, "mesh.pipe": 1, "model.layers": 1, "model.sequence": 128}
+    line, record = Training(cluster, tmp_path, **small_program).slowed(lambda: cluster.limit(SHARE / 3, 2))
     assert "host pax2 takes" in line and "link" not in line and "--without=pax2" in line
     assert 1.5 < record["slower/host/pax2"] < 6
 
@@ -126,3 +129,17 @@ def test_without_a_slowdown_nothing_is_said(cluster, tmp_path):
     training = Training(cluster, tmp_path, steps=300)
     training.wait_for(lambda: training.step >= 299)
     assert "slower by" not in training.said and not any("slower/step" in record for record in training.records)
+
+
+@pytest.mark.slow
+def test_what_a_plan_without_the_slow_host_would_take_is_predicted_while_the_run_goes_on(cluster, tmp_path):
+    cluster.limit(SHARE)  # so that the profile is of such hosts
+    training = Training(cluster, tmp_path, program="planner.run", **{"batch.global_batch": 24})
+    line, _ = training.slowed(lambda: cluster.limit(SHARE / 5, 2))
+    assert "host pax2 takes" in line and "A step with another plan is being predicted: python -m planner.plan" in line
+    [answer] = training.wait_for(lambda: re.findall("^step .*is predicted to take.*$", training.said, re.MULTILINE))
+    print(f"after step {training.step}: {answer}")
+    assert "without pax2 a step is predicted to take " in answer and "replanned/plan.json is its plan" in answer
+    plan = plans.load(training.out / "replanned" / "plan.json")
+    assert sorted(plan.hosts) == ["pax0", "pax1", "pax3"]
+    assert training.step > int(line.split()[1].rstrip(":"))

@@ -27,6 +27,7 @@ from paxtrain.run.stragglers.step_change import FIRST, StepChange, StepWatch
 
 _USUAL = 5  # probes at the start, whose median is what is usual
 _NOW = 3  # probes when steps have become slower
+_UNEXPLAINED = 0.2  # share by which steps must be slower to be told without a reason
 _RECENT = 8  # steps whose median is a process's present wait for input
 
 
@@ -171,9 +172,11 @@ class Stragglers:
         if writing and not culprits:
             words = f"a checkpoint is being written beside the steps (the term {HOST})"
             culprits = [Culprit("term/checkpoint", words, 1 + self._change.slower)]
-        found = Slowdown(step, self._since, self._change, tuple(culprits))
-        self._normal = self._normal or self._change.before
-        self._change = None
+        change, self._change = self._change, None
+        if not culprits and change.slower < _UNEXPLAINED:
+            return None
+        found = Slowdown(step, self._since, change, tuple(culprits))
+        self._normal = self._normal or change.before
         return dataclasses.replace(found, advice=self._advise(found))
 
     def __enter__(self) -> Self:

@@ -24,8 +24,7 @@ def train(stragglers, seconds, waits=None, first=1, writing=False):
         stragglers.waited(waits[number - first] if waits else 0.001)
         if line := stragglers.finished(number - 1, value):
             said[number] = line
-        if stragglers.due(number):
-            found = stragglers.look(number, writing)
+        if stragglers.due(number) and (found := stragglers.look(number, writing)):
             said[number] = found.words()
     return said
 
@@ -43,6 +42,7 @@ def test_input_that_has_become_slow_is_named_and_then_that_steps_are_fast_again(
 def test_what_nothing_explains_is_said_too(stragglers):
     [line] = train(stragglers, [0.2] * 50 + [0.3] * 50).values()
     assert "no device, link, CPU or input explains it" in line
+    assert train(stragglers, [0.3] * 50 + [0.35] * 50, first=101) == {}  # not worth a line without a reason
 
 
 def test_a_checkpoint_that_is_being_written_is_the_last_resort(stragglers):
