@@ -2,7 +2,7 @@
 
 stragglers.py     Stragglers, which the loop calls: it notices, looks and tells
 step_change.py    a lasting change of the seconds of a step
-parts.py          what may become slow: CPUs, devices, links, input; the links that a mesh uses
+suspects.py       what may become slow: CPUs, devices, links, input; the links that a mesh uses
 probe.py          seconds of small pieces of work on all of them
 judgement.py      the parts that explain slower steps
 """

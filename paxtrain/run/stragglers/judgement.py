@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from paxtrain.config.plan import HOST
-from paxtrain.run.stragglers.parts import CPU, DEVICE, INPUT, LINK, Part, PartSeconds
 from paxtrain.run.stragglers.step_change import StepChange
+from paxtrain.run.stragglers.suspects import CPU, DEVICE, INPUT, LINK, Suspect, SuspectSeconds
 from paxtrain.tables import some, times
 
 LEAST = 0.1  # share by which steps must be slower to be worth a line
@@ -44,7 +44,7 @@ class Culprit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class JobNames:
     """The names of a job's parts.
 
     Attributes:
@@ -65,7 +65,7 @@ class Job:
 class Judge:
     """The usual seconds of all parts, with which later ones are compared."""
 
-    def __init__(self, job: Job, usual: Sequence[Mapping[Part, float]]) -> None:
+    def __init__(self, job: JobNames, usual: Sequence[Mapping[Suspect, float]]) -> None:
         """Take what is usual.
 
         Args:
@@ -73,8 +73,8 @@ class Judge:
             usual: Seconds of all parts, measured several times.
         """
         self._job = job
-        self._usual: PartSeconds = {}
-        self._sigma: PartSeconds = {}  # as a share
+        self._usual: SuspectSeconds = {}
+        self._sigma: SuspectSeconds = {}  # as a share
         for part in usual[0] if usual else ():
             values = [one[part] for one in usual]
             middle = statistics.median(values)
@@ -97,7 +97,7 @@ class Judge:
                 found += self._hosts(kind, beyond, slow, "most others")
         return found
 
-    def culprits(self, now: Mapping[Part, float], change: StepChange) -> list[Culprit]:
+    def culprits(self, now: Mapping[Suspect, float], change: StepChange) -> list[Culprit]:
         """Return what explains slower steps, the worst first; empty: nothing that is measured does.
 
         Args:
@@ -128,7 +128,7 @@ class Judge:
         return Culprit(f"{kind}/most", f"{what} take {times(ratio)} as long as at the start", ratio)
 
     def _hosts(
-        self, kind: str, beyond: Mapping[Part, float], slow: dict[int, float], than: str = "at the start"
+        self, kind: str, beyond: Mapping[Suspect, float], slow: dict[int, float], than: str = "at the start"
     ) -> list[Culprit]:
         """Return the hosts, or single devices of them, that are beyond what is usual, and add them to `slow`."""
         found = []
@@ -140,11 +140,13 @@ class Judge:
             found.append(self._host_or_devices(kind, host, here, len(here) == every, longer))
         return found
 
-    def _host(self, part: Part) -> int:
+    def _host(self, part: Suspect) -> int:
         """Return the number of the host of a device or a CPU."""
         return self._job.host_of[part.first]
 
-    def _host_or_devices(self, kind: str, host: int, slow: Mapping[Part, float], whole: bool, longer: str) -> Culprit:
+    def _host_or_devices(
+        self, kind: str, host: int, slow: Mapping[Suspect, float], whole: bool, longer: str
+    ) -> Culprit:
         """Return a host, or some of its devices, as what is slow.
 
         Args:
@@ -168,7 +170,7 @@ class Judge:
         return Culprit(f"device/{key}", f"{who} {'takes' if len(parts) == 1 else 'take'} {longer}", ratio, name)
 
     def _links(
-        self, beyond: Mapping[Part, float], now: Mapping[Part, float], slow: Mapping[int, float]
+        self, beyond: Mapping[Suspect, float], now: Mapping[Suspect, float], slow: Mapping[int, float]
     ) -> list[Culprit]:
         """Return the links that are beyond what is usual, without those that are slow because a host is."""
         hosts = self._job.hosts
@@ -177,7 +179,7 @@ class Judge:
             if ratio < _BESIDES * max(slow.get(part.first, 0.0), slow.get(part.second, 0.0)):
                 continue
             a, b = hosts[part.first], hosts[part.second]
-            back = Part(LINK, part.second, part.first)
+            back = Suspect(LINK, part.second, part.first)
             words = (
                 f"the link from {a} to {b} takes {times(ratio)} as long as at the start for the same message "
                 f"({now[part] * 1e3:.3g} ms), its other direction {times(now[back] / self._usual[back])}"
@@ -185,7 +187,7 @@ class Judge:
             found.append(Culprit(f"link/{a}-to-{b}", words, ratio, link=(a, b)))
         return found
 
-    def _inputs(self, now: Mapping[Part, float], change: StepChange) -> list[Culprit]:
+    def _inputs(self, now: Mapping[Suspect, float], change: StepChange) -> list[Culprit]:
         """Return the processes whose wait for input explains the seconds that a step lost."""
         lost = change.now - change.before
         found = {part: more for part, more in now.items() if part.kind == INPUT and more > _OF_INPUT * lost}

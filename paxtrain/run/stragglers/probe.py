@@ -18,7 +18,16 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paxtrain.process import distributed
-from paxtrain.run.stragglers.parts import CPU, DEVICE, LINK, Part, PartSeconds, neighbors, of_this_process, rounds
+from paxtrain.run.stragglers.suspects import (
+    CPU,
+    DEVICE,
+    LINK,
+    Suspect,
+    SuspectSeconds,
+    neighbors,
+    of_this_process,
+    rounds,
+)
 
 _CALLS = 5  # of which the median counts
 _WORK = 0.02  # seconds of a device's work: many slices of a CPU that is shared
@@ -131,16 +140,16 @@ class LinkWork:
         self._meet = jax.jit(over(meet, in_specs=each, out_specs=every)).lower(self._x).compile()
         distributed.wait_for_all("the probe of links is compiled")
 
-    def __call__(self) -> PartSeconds:
+    def __call__(self) -> SuspectSeconds:
         """Return the seconds of a message over each link that ends here. All processes call it together."""
-        found: PartSeconds = {}
+        found: SuspectSeconds = {}
         for number, mine in enumerate(self._mine):
             send = functools.partial(self._run, number)
             seconds = []
             for _ in range(_CALLS):
                 jax.block_until_ready(self._meet(self._x))
                 seconds.append(_seconds(send))
-            found |= {Part(LINK, *link): statistics.median(seconds) for link in mine}
+            found |= {Suspect(LINK, *link): statistics.median(seconds) for link in mine}
         return found
 
     def _run(self, number: int) -> None:
@@ -161,10 +170,10 @@ class Probe:
         self._work = DeviceWork(of_this_process(mesh.devices.flat))
         self._links = LinkWork(mesh, host_of, message)
 
-    def __call__(self) -> PartSeconds:
+    def __call__(self) -> SuspectSeconds:
         """Return the seconds of each part that this process times. All processes call it together, between steps."""
         me = jax.process_index()
         found = self._links()  # first, which lets all processes begin with the rest at once
         calls = [self._work() for _ in range(_CALLS)]
-        found |= {Part(DEVICE, me, i): statistics.median(seconds) for i, seconds in enumerate(zip(*calls))}
-        return found | {Part(CPU, me): _of_calls(_hash)}
+        found |= {Suspect(DEVICE, me, i): statistics.median(seconds) for i, seconds in enumerate(zip(*calls))}
+        return found | {Suspect(CPU, me): _of_calls(_hash)}

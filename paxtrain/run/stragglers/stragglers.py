@@ -20,10 +20,10 @@ from paxtrain.config import Config
 from paxtrain.config.plan import HOST
 from paxtrain.process import distributed
 from paxtrain.process.appointment import Appointment
-from paxtrain.run.stragglers.judgement import LEAST, Culprit, Job, Judge
-from paxtrain.run.stragglers.parts import INPUT, Part, PartSeconds, from_texts, numbered, to_text
+from paxtrain.run.stragglers.judgement import LEAST, Culprit, JobNames, Judge
 from paxtrain.run.stragglers.probe import Probe
 from paxtrain.run.stragglers.step_change import FIRST, StepChange, StepWatch
+from paxtrain.run.stragglers.suspects import INPUT, Suspect, SuspectSeconds, from_texts, numbered, to_text
 
 _USUAL = 5  # probes at the start, whose median is what is usual
 _NOW = 3  # probes when steps have become slower
@@ -106,7 +106,7 @@ class Stragglers:
         alone = jax.process_count() == 1 and mesh.devices.flat[0].platform == "cpu"
         self._probe = None if alone else Probe(mesh, host_of, message)
         usual = [from_texts(self._measured()) for _ in range(0 if alone else _USUAL)]
-        self._judge = Judge(Job(hosts, host_of, kinds), usual)
+        self._judge = Judge(JobNames(hosts, host_of, kinds), usual)
         self._watch, self._appointment = StepWatch(), Appointment("probe")
         self._waits: deque[float] = deque(maxlen=_RECENT)
         self._first_waits: list[float] = []
@@ -118,7 +118,7 @@ class Stragglers:
         """Return a line for each host or device that is far slower than others of its kind from the start on."""
         return [f"note: {culprit.words}; all others may wait for it" for culprit in self._judge.behind()]
 
-    def _measured(self, more: PartSeconds | None = None) -> list[str]:
+    def _measured(self, more: SuspectSeconds | None = None) -> list[str]:
         found = self._probe() if self._probe else {}
         return distributed.gather_texts(to_text(found | (more or {})))
 
@@ -163,7 +163,7 @@ class Stragglers:
         waits = {}
         if self._waits:
             longer = statistics.median(self._waits) - statistics.median(self._first_waits)
-            waits = {Part(INPUT, jax.process_index()): longer}
+            waits = {Suspect(INPUT, jax.process_index()): longer}
         measured = [from_texts(self._measured(waits)) for _ in range(_NOW if self._probe else 1)]
         if self._change is None:
             return None

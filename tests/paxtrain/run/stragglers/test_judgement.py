@@ -5,19 +5,21 @@ import dataclasses
 import numpy as np
 import pytest
 
-from paxtrain.run.stragglers.judgement import Job, Judge
-from paxtrain.run.stragglers.parts import CPU, DEVICE, INPUT, LINK, Part
+from paxtrain.run.stragglers.judgement import JobNames, Judge
 from paxtrain.run.stragglers.step_change import StepChange
+from paxtrain.run.stragglers.suspects import CPU, DEVICE, INPUT, LINK, Suspect
 
 HOSTS, DEVICES = 4, 2
-JOB = Job([f"pax{i}" for i in range(HOSTS)], range(HOSTS), ["cpu"] * HOSTS)
+JOB = JobNames([f"pax{i}" for i in range(HOSTS)], range(HOSTS), ["cpu"] * HOSTS)
 SLOWER = StepChange(1.0, 1.4, 8)
 
 
 def usual(noise=0.0, seed=0):
     random = np.random.default_rng(seed)
-    parts = [Part(CPU, i) for i in range(HOSTS)] + [Part(DEVICE, i, d) for i in range(HOSTS) for d in range(DEVICES)]
-    parts += [Part(LINK, a, (a + step) % HOSTS) for a in range(HOSTS) for step in (1, 3)]
+    parts = [Suspect(CPU, i) for i in range(HOSTS)] + [
+        Suspect(DEVICE, i, d) for i in range(HOSTS) for d in range(DEVICES)
+    ]
+    parts += [Suspect(LINK, a, (a + step) % HOSTS) for a in range(HOSTS) for step in (1, 3)]
     return {part: (0.01 + 0.001 * i) * float(np.exp(random.normal(0, noise))) for i, part in enumerate(parts)}
 
 
@@ -44,30 +46,30 @@ def test_a_slow_host_is_named_and_its_links_are_not():
 
 
 def test_a_slow_device_is_not_its_host():
-    [culprit] = found({Part(DEVICE, 1, 1): 1.5})
+    [culprit] = found({Suspect(DEVICE, 1, 1): 1.5})
     assert (culprit.name, culprit.host) == ("device/1.1", "pax1")
     words = "device 1 of process 1 on pax1 takes 1.5 times as long as at the start for the same work"
     assert culprit.words == words
 
 
 def test_a_slow_cpu_of_a_host_whose_devices_are_not():
-    [culprit] = found({Part(CPU, 3): 2.0})
+    [culprit] = found({Suspect(CPU, 3): 2.0})
     assert (culprit.name, culprit.host) == ("host/pax3", "pax3") and "the CPU of host pax3 takes 2 " in culprit.words
 
 
 def test_a_link_is_named_in_the_direction_that_is_slow():
-    [culprit] = found({Part(LINK, 0, 1): 10.0}, noise=0.03)
+    [culprit] = found({Suspect(LINK, 0, 1): 10.0}, noise=0.03)
     assert (culprit.name, culprit.link, culprit.host) == ("link/pax0-to-pax1", ("pax0", "pax1"), "")
     assert culprit.words.startswith("the link from pax0 to pax1 takes ")
 
 
 def test_a_link_far_slower_than_its_slow_host_is_named_besides_and_the_worst_is_first():
-    slow = dict.fromkeys(on(2), 2.0) | {Part(LINK, 2, 3): 20.0, Part(LINK, 0, 1): 3.0}
+    slow = dict.fromkeys(on(2), 2.0) | {Suspect(LINK, 2, 3): 20.0, Suspect(LINK, 0, 1): 3.0}
     assert [culprit.name for culprit in found(slow)] == ["link/pax2-to-pax3", "link/pax0-to-pax1", "host/pax2"]
 
 
 def test_what_is_less_slow_than_the_step_does_not_explain_it():
-    slow = {Part(DEVICE, 0, 0): 1.25}
+    slow = {Suspect(DEVICE, 0, 0): 1.25}
     assert found(slow, StepChange(1.0, 2.0, 8)) == []
     assert [culprit.name for culprit in found(slow, StepChange(1.0, 1.2, 8))] == ["device/0.0"]
 
@@ -82,7 +84,7 @@ def test_when_all_are_slow_no_host_is_named():
 def test_a_wait_for_input_explains_a_step_that_lost_as_much():
     judge = Judge(JOB, [usual()])
     for longer, expected in ((0.3, ["term/input"]), (0.1, [])):
-        culprits = judge.culprits(usual() | {Part(INPUT, 2): longer, Part(INPUT, 0): 0.0}, SLOWER)
+        culprits = judge.culprits(usual() | {Suspect(INPUT, 2): longer, Suspect(INPUT, 0): 0.0}, SLOWER)
         assert [culprit.name for culprit in culprits] == expected
         assert all("process 2 on pax2 waits 0.3 s longer for input" in culprit.words for culprit in culprits)
 

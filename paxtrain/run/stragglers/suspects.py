@@ -10,7 +10,7 @@ import numpy as np
 CPU, DEVICE, LINK, INPUT = "cpu", "device", "link", "input"
 
 
-class Part(NamedTuple):
+class Suspect(NamedTuple):
     """A part of the job.
 
     Attributes:
@@ -24,17 +24,17 @@ class Part(NamedTuple):
     second: int = 0
 
 
-PartSeconds = dict[Part, float]
+SuspectSeconds = dict[Suspect, float]
 
 
-def to_text(seconds: Mapping[Part, float]) -> str:
+def to_text(seconds: Mapping[Suspect, float]) -> str:
     """Return seconds of parts as text, to travel between processes."""
     return json.dumps([[*part, value] for part, value in seconds.items()])
 
 
-def from_texts(texts: Iterable[str]) -> PartSeconds:
+def from_texts(texts: Iterable[str]) -> SuspectSeconds:
     """Return the seconds of all processes' parts."""
-    return {Part(*part): value for text in texts for *part, value in json.loads(text)}
+    return {Suspect(*part): value for text in texts for *part, value in json.loads(text)}
 
 
 HostPair = tuple[int, int]  # numbers of the host that sends and of the one that receives

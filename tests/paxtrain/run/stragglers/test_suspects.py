@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from paxtrain.run.stragglers.parts import Part, from_texts, neighbors, numbered, rounds, to_text
+from paxtrain.run.stragglers.suspects import Suspect, from_texts, neighbors, numbered, rounds, to_text
 
 
 def devices(shape, per_process=1):
@@ -46,5 +46,5 @@ def test_hosts_are_numbered_by_their_first_process():
 
 
 def test_seconds_travel_as_text():
-    mine, others = {Part("cpu", 0): 0.5}, {Part("link", 1, 0): 0.25, Part("device", 1, 3): 2.0}
+    mine, others = {Suspect("cpu", 0): 0.5}, {Suspect("link", 1, 0): 0.25, Suspect("device", 1, 3): 2.0}
     assert from_texts(map(to_text, (mine, others))) == mine | others
