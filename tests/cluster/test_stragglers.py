@@ -42,7 +42,7 @@ class Training:
     """A run on the cluster's hosts."""
 
     def __init__(self, cluster, home, steps=10_000, processes=HOSTS, program="paxtrain.train", **settings):
-        """Start it. Hosts get their share of a core when all have compiled, unless they have it already."""
+        """Start it. Hosts get their share of a core when all have compiled, which takes long enough as it is."""
         small.corpus(home, 40_000)
         self.cluster, self.out, self.log = cluster, home / "run", home / "said"
         values = {**SETTINGS, **{f"data.{name}": home / "data" / name for name in ("train", "validation")}, **settings}
@@ -133,7 +133,6 @@ def test_without_a_slowdown_nothing_is_said(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_what_a_plan_without_the_slow_host_would_take_is_predicted_while_the_run_goes_on(cluster, tmp_path):
-    cluster.limit(SHARE)  # so that the profile is of such hosts
     training = Training(cluster, tmp_path, program="planner.run", **{"batch.global_batch": 24})
     line, _ = training.slowed(lambda: cluster.limit(SHARE / 5, 2))
     assert "host pax2 takes" in line and "A step with another plan is being predicted: python -m planner.plan" in line

@@ -82,8 +82,8 @@ class DeviceWork:
         self._program = jax.jit(mapped).lower(self._x, number).compile()
         self._turns = 1
         self()
-        while (slowest := max(self()) * self._turns) < _WORK:
-            self._turns *= min(max(int(_WORK / slowest), 2), 64)
+        while (seconds := min(max(self()) for _ in range(_CALLS)) * self._turns) < _WORK:
+            self._turns *= min(max(int(_WORK / seconds), 2), 64)
 
     def __call__(self) -> list[float]:
         """Return the seconds of each device for one turn, which devices of a kind may be compared by."""

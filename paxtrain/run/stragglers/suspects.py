@@ -11,7 +11,7 @@ CPU, DEVICE, LINK, INPUT = "cpu", "device", "link", "input"
 
 
 class Suspect(NamedTuple):
-    """A part of the job.
+    """A part of the job that may become slow.
 
     Attributes:
         kind: CPU, DEVICE, LINK or INPUT.

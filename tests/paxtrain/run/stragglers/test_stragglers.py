@@ -1,5 +1,7 @@
 """A run by itself: slower steps are told once, with the term that explains them, and so is their end."""
 
+import json
+
 import jax
 import pytest
 
@@ -8,6 +10,7 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.run.stragglers.judgement import Culprit
 from paxtrain.run.stragglers.step_change import StepChange
 from paxtrain.run.stragglers.stragglers import Slowdown, Stragglers, by_hand
+from tests.processes import run_processes
 
 
 @pytest.fixture
@@ -69,3 +72,35 @@ def test_without_a_planner_the_command_that_plans_is_told():
     command = "python -m planner.plan --model='runs/my run'/config.json --cluster=CLUSTER.json --without=b"
     assert told == f"Predict a step without b: {command}"
     assert advise(Slowdown(57, 50, StepChange(0.2, 0.3, 8), (link,))) == ""
+
+
+TOGETHER = """
+import json, time
+from paxtrain.config import from_dict
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.run.stragglers.stragglers import Stragglers
+
+config = from_dict({"mesh": {"data": 2}, "batch": {"global_batch": 8}, "optimizer": {"warmup_steps": 1}})
+said = []
+stragglers = Stragglers(config, make_mesh(config.mesh), ["a", "b"])
+work = stragglers._probe._work
+if jax.process_index() == 1:
+    stragglers._probe._work = lambda: [9 * seconds for seconds in work()]
+with stragglers:
+    for step in range(1, 61):
+        time.sleep(0.02)
+        stragglers.waited(0.001)
+        stragglers.finished(step, 0.2 if step < 30 else 0.4)
+        if stragglers.due(step):
+            found = stragglers.look(step)
+            said.append([step, found.words() if found else ""])
+print(json.dumps(said))
+"""
+
+
+def test_processes_look_together_and_the_first_one_names_the_slow_host():
+    outputs = run_processes(TOGETHER, devices=1)
+    [[step, line]], [[other, nothing]] = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert step == other and 30 < step < 50 and nothing == ""
+    assert "slower by 100% since about step 30 (0.4 s instead of 0.2 s): host b takes " in line
+    assert line.endswith("--without=b")
