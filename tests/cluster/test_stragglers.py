@@ -42,7 +42,6 @@ class Training:
     """A run on the cluster's hosts."""
 
     def __init__(self, cluster, home, steps=10_000, processes=HOSTS, program="paxtrain.train", **settings):
-        """Start it. Hosts get their share of a core when all have compiled, which takes long enough as it is."""
         small.corpus(home, 40_000)
         self.cluster, self.out, self.log = cluster, home / "run", home / "said"
         values = {**SETTINGS, **{f"data.{name}": home / "data" / name for name in ("train", "validation")}, **settings}
@@ -56,8 +55,6 @@ class Training:
             cluster.start(i % HOSTS, [*command, f"--process_id={i}"], log=self.log, env=environment)
             for i in range(processes)
         ]
-        self.wait_for(lambda: "compiled in" in self.said)
-        cluster.limit(SHARE)
 
     @property
     def said(self):
@@ -94,15 +91,28 @@ class Training:
         return line, record
 
 
+def up(share):
+    return hosts.Cluster([[MBIT] * HOSTS for _ in range(HOSTS)], share=share)
+
+
 @pytest.fixture
 def cluster():
-    with hosts.Cluster([[MBIT] * HOSTS for _ in range(HOSTS)]) as found:
+    with up(SHARE) as found:
         yield found
 
 
-def test_a_slow_host_is_named(cluster, tmp_path):
+def test_a_slow_host_is_named(tmp_path):
+    """Hosts that share the cores as they come, so that all compile as soon as can be."""
     small_program = {"mesh.data": 4, "mesh.pipe": 1, "model.layers": 1, "model.sequence": 128}
-    line, record = Training(cluster, tmp_path, **small_program).slowed(lambda: cluster.limit(SHARE / 3, 2))
+    with up(None) as cluster:
+        line, record = Training(cluster, tmp_path, **small_program).slowed(lambda: cluster.limit(0.06, 2))
+    assert "host pax2 takes" in line and "link" not in line and "--without=pax2" in line
+    assert record["slower/host/pax2"] > 2
+
+
+@pytest.mark.slow
+def test_a_host_with_a_third_of_its_share_is_named(cluster, tmp_path):
+    line, record = Training(cluster, tmp_path).slowed(lambda: cluster.limit(SHARE / 3, 2))
     assert "host pax2 takes" in line and "link" not in line and "--without=pax2" in line
     assert 1.5 < record["slower/host/pax2"] < 6
 

@@ -1,5 +1,6 @@
 """The seconds that a run logs for its steps, on a clock that only its devices move."""
 
+import contextlib
 import types
 
 import jax
@@ -47,13 +48,16 @@ class Exchanging:
         self.devices, self.config = devices, config
         self.ranks = types.SimpleNamespace(start=-1, due=lambda _: False)
         self.stop = types.SimpleNamespace(now=lambda: False)
-        self.progress = types.SimpleNamespace(finished=lambda _: None)
+        self.progress = types.SimpleNamespace(finished=lambda _: None, doing=lambda _: contextlib.nullcontext())
 
     def batches(self, *_):
         return iter(range(STEPS))
 
     def step_of(self, _):
         return lambda state, batch: (done := self.devices.start(STEP), {"done": done})
+
+    def program(self, number):
+        return "odd" if number % 2 else "even"
 
     def after(self, number, state):
         return self.devices.start(EXCHANGE) if number % 3 == 0 and state.block_until_ready() else state
@@ -62,8 +66,9 @@ class Exchanging:
         self.devices.now = self.devices.busy = state.block_until_ready().devices.now + 7.0
 
 
-@pytest.mark.parametrize("every", [0, 6])
-def test_seconds_of_steps_add_up_to_the_time_between_them(tmp_path, monkeypatch, every):
+@pytest.fixture
+def looped(tmp_path, monkeypatch):
+    """Return a function that runs a loop, and returns its speed and the records of its metrics."""
     devices = Devices()
 
     def on_host(figures):
@@ -72,22 +77,64 @@ def test_seconds_of_steps_add_up_to_the_time_between_them(tmp_path, monkeypatch,
 
     monkeypatch.setattr(loop, "on_host", on_host)
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: devices.now))
-    sections = {
-        "run": {"steps": STEPS, "eval_every": 0},
-        "optimizer": {"warmup_steps": 1},
-        "checkpoint": {"every": every},
-    }
-    config = from_dict(sections)
-    checkpoints = types.SimpleNamespace(check=lambda: None)
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    with metrics.Metrics(tmp_path, primary=True) as writer:
-        run = loop.Loop(Exchanging(devices, config), 0, checkpoints, writer, Profiler(config, mesh, 0))
-        _, speed = run.run(Result(devices, 0.0))
-    logged = [record["step_seconds"] for record in metrics.read(tmp_path / metrics.FILE)]
+
+    def run(every=0, stragglers=None):
+        sections = {
+            "run": {"steps": STEPS, "eval_every": 0},
+            "optimizer": {"warmup_steps": 1},
+            "checkpoint": {"every": every},
+        }
+        config = from_dict(sections)
+        checkpoints = types.SimpleNamespace(check=lambda: None, writing=True)
+        mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        with metrics.Metrics(tmp_path, primary=True) as writer:
+            exchanging = Exchanging(devices, config)
+            made = loop.Loop(exchanging, 0, checkpoints, writer, Profiler(config, mesh, 0), stragglers)
+            _, speed = made.run(Result(devices, 0.0))
+        return speed, metrics.read(tmp_path / metrics.FILE)
+
+    return run
+
+
+@pytest.mark.parametrize("every", [0, 6])
+def test_seconds_of_steps_add_up_to_the_time_between_them(looped, every):
+    speed, records = looped(every)
+    logged = [record["step_seconds"] for record in records]
     busy = STEPS * STEP + STEPS // 3 * EXCHANGE
     assert len(logged) == STEPS and sum(logged) == pytest.approx(busy)
     assert min(logged) == STEP and max(logged) <= STEP + EXCHANGE
     assert speed == pytest.approx(STEPS * 8 / busy)
+
+
+class Looking:
+    """Stragglers that look for what is slow after step 7."""
+
+    def __init__(self):
+        self.finished_steps, self.waits, self.writing = [], 0, None
+
+    def waited(self, _):
+        self.waits += 1
+
+    def finished(self, step, seconds, kind):
+        self.finished_steps.append((step, seconds, kind))
+        return ""
+
+    def due(self, step):
+        return step == 7
+
+    def look(self, step, writing):
+        self.writing = writing
+        assert self.finished_steps[-1][0] == step  # no step runs any more
+        return types.SimpleNamespace(words=lambda: "a host is slow", metrics=lambda: {"slower/step": 2.0})
+
+
+def test_what_is_slow_is_looked_for_between_steps_and_told(looped):
+    looking = Looking()
+    _, records = looped(stragglers=looking)
+    [record] = [record for record in records if "slower/step" in record]
+    assert record == {"step": 7, "slower/step": 2.0} and looking.writing
+    assert [step for step, _, _ in looking.finished_steps] == list(range(2, STEPS + 1))  # the first waits for others
+    assert {kind for _, _, kind in looking.finished_steps} == {"even", "odd"} and looking.waits == STEPS
 
 
 def test_no_step_of_a_run_in_groups_waits_for_a_compilation():
