@@ -50,6 +50,9 @@ class StepWatch:
 
     def __init__(self) -> None:
         """Start without steps."""
+        self._restart()
+
+    def _restart(self) -> None:
         self._logs: dict[Hashable, list[float]] = {}
         self._sums = [0.0, 0.0]  # of steps that are slower, and of those that are faster
         self._off: list[list[tuple[float, float]]] = [[], []]  # since each sum was 0: usual logarithm and the step's
@@ -84,5 +87,5 @@ class StepWatch:
         before = statistics.median(usual for usual, _ in steps)
         # The first ones may have been slow by chance.
         off = statistics.median(here - usual for usual, here in steps[len(steps) // 2 :])
-        self.__init__()  # type: ignore[misc]
+        self._restart()
         return StepChange(math.exp(before), math.exp(before + off), len(steps))

@@ -8,6 +8,7 @@ compares these with what they took at the start (judgement.py).
 import dataclasses
 import shlex
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Self
@@ -28,6 +29,7 @@ from paxtrain.run.stragglers.suspects import INPUT, Suspect, SuspectSeconds, fro
 _USUAL = 5  # probes at the start, whose median is what is usual
 _NOW = 3  # probes when steps have become slower
 _UNEXPLAINED = 0.2  # share by which steps must be slower to be told without a reason
+_SHARE, _SPARE = 0.01, 5.0  # of a run's seconds that probes may take; seconds that they may take besides
 _RECENT = 8  # steps whose median is a process's present wait for input
 
 
@@ -112,6 +114,7 @@ class Stragglers:
         self._first_waits: list[float] = []
         self._change: StepChange | None = None
         self._since = 0
+        self._steps = self._probes = 0.0  # seconds so far
         self._normal: float | None = None  # seconds of a step before the last slowdown that was told
 
     def behind(self) -> list[str]:
@@ -136,12 +139,14 @@ class Stragglers:
             seconds: Its seconds.
             kind: What its usual seconds depend on.
         """
+        self._steps += seconds
         change = self._watch.add(seconds, kind) if jax.process_index() == 0 else None
         if change is None:
             return ""
         if change.slower > LEAST:
-            self._change, self._since = change, step + 1 - change.steps
-            self._appointment.ask()
+            if self._probes <= _SHARE * self._steps + _SPARE:
+                self._change, self._since = change, step + 1 - change.steps
+                self._appointment.ask()
         elif self._normal and change.now < (1 + LEAST) * self._normal:
             self._normal = None
             return (
@@ -160,11 +165,12 @@ class Stragglers:
             step: Number of the step just done.
             writing: Whether a checkpoint is being written in the background.
         """
-        waits = {}
+        began, waits = time.perf_counter(), {}
         if self._waits:
             longer = statistics.median(self._waits) - statistics.median(self._first_waits)
             waits = {Suspect(INPUT, jax.process_index()): longer}
         measured = [from_texts(self._measured(waits)) for _ in range(_NOW if self._probe else 1)]
+        self._probes += time.perf_counter() - began
         if self._change is None:
             return None
         now = {part: statistics.median(one[part] for one in measured) for part in measured[0]}

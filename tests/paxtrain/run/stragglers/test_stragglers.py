@@ -7,6 +7,7 @@ import pytest
 
 from paxtrain.config import from_dict
 from paxtrain.parallel.mesh import make_mesh
+from paxtrain.run.stragglers import stragglers as module
 from paxtrain.run.stragglers.judgement import Culprit
 from paxtrain.run.stragglers.step_change import StepChange
 from paxtrain.run.stragglers.stragglers import Slowdown, Stragglers, by_hand
@@ -56,6 +57,16 @@ def test_a_checkpoint_that_is_being_written_is_the_last_resort(stragglers):
 def test_a_change_by_less_than_a_tenth_is_not_worth_a_line(stragglers):
     assert train(stragglers, [0.2] * 50 + [0.215] * 100) == {}
     assert train(stragglers, [0.2] * 50 + [0.1] * 50, first=201) == {}
+
+
+def test_probes_take_a_hundredth_of_a_run_and_not_much_more(stragglers, monkeypatch):
+    clock = iter(range(0, 10_000, 4))  # each look takes 4 seconds
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    seconds = [0.2] * 50
+    for level in (0.4, 0.8, 1.6, 3.2):
+        seconds += [level] * 40
+    assert len(train(stragglers, seconds)) == 2  # 8 seconds, of a run of 260
+    assert len(train(stragglers, [3.0] * 300 + [6.0] * 30, first=501)) == 1
 
 
 def test_metrics_are_numbers_that_the_names_explain():
