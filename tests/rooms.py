@@ -70,6 +70,7 @@ _TABLE = {
     ),
     "planner/runs": "paxtrain/config paxtrain/schedule",
     "planner/fit": ("paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/pipeline planner/runs"),
+    "planner/given": "paxtrain/devices planner/cluster planner/measure",
     "planner/start": (
         "paxtrain/config paxtrain/process paxtrain/profiling paxtrain/run paxtrain/schedule planner/cluster "
         "planner/cost planner/measure planner/planning planner/runs"

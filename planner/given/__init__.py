@@ -1,0 +1,12 @@
+"""What people have at hand instead of a profile, read into a cluster's file and rows of its compute.
+
+text_file.py        text as it was copied
+units.py            rates in gigabytes and gigabits a second
+nccl_tests.py       logs of nccl-tests
+links.py            latencies and bandwidths from them
+host_topology.py    devices, NVLinks and NICs of a host
+topo_matrix.py      ... from `nvidia-smi topo -m`
+nccl_xml.py         ... from NCCL's topology
+slurm_topology.py   leaf switches and blocks of hosts
+joining.py          all of it as a cluster's file
+"""
