@@ -71,6 +71,7 @@ _TABLE = {
     "planner/runs": "paxtrain/config paxtrain/schedule",
     "planner/fit": ("paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/pipeline planner/runs"),
     "planner/given": "paxtrain/devices planner/cluster planner/measure",
+    "planner/traced": "paxtrain/config paxtrain/devices paxtrain/model planner/cluster planner/cost planner/given",
     "planner/start": (
         "paxtrain/config paxtrain/process paxtrain/profiling paxtrain/run paxtrain/schedule planner/cluster "
         "planner/cost planner/measure planner/planning planner/runs"

@@ -23,7 +23,7 @@ _MOST, _LEAST = 3.0, 1 / 6
 _LIKE_PCIE = 60e9  # bytes/s; links above are NVLinks
 _OVER_A_NIC = 1.1  # a flow's rate over its NIC's, up to which it may be measured or rounded
 
-Told = list[tuple[str, str]]
+TableRows = list[tuple[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _devices(given: Given) -> int:
     return most
 
 
-def _nics(given: Given, between: Sequence[FittedLog], devices: int, rows: Told) -> _Nics:
+def _nics(given: Given, between: Sequence[FittedLog], devices: int, rows: TableRows) -> _Nics:
     """Return the NICs, which the user says or the topology or the logs tell."""
     found = [host_topology.host_nics(topology) for topology in given.topologies]
     known: HostNics | None = next((one for one in found if one.bandwidth), next((o for o in found if o.count), None))
@@ -144,7 +144,7 @@ def _nics(given: Given, between: Sequence[FittedLog], devices: int, rows: Told) 
     return _Nics(min(measured or 1, devices), False, bandwidth)
 
 
-def _inside(given: Given, kind: str, rows: Told) -> Link:
+def _inside(given: Given, kind: str, rows: TableRows) -> Link:
     """Return the links inside hosts: from logs, the number of NVLinks, or the data sheet."""
     gpu = gpus.ALL[kind]
     found = links.inside(given.logs)
@@ -171,7 +171,7 @@ def _inside(given: Given, kind: str, rows: Told) -> Link:
     return Link(None, gpu.link, f"the data sheet of {kind}")
 
 
-def _between(logs: Sequence[FittedLog], inner: float | None, nics: _Nics, rows: Told) -> Link:
+def _between(logs: Sequence[FittedLog], inner: float | None, nics: _Nics, rows: TableRows) -> Link:
     """Return the links between hosts, from logs, and never above what a flow's NICs do."""
     found = links.between(logs, inner, nics.count)
     if not nics.bandwidth:
@@ -190,7 +190,7 @@ def _between(logs: Sequence[FittedLog], inner: float | None, nics: _Nics, rows: 
     return dataclasses.replace(found, bandwidth=nics.bandwidth, source=f"the NICs' rate, below {found.source}")
 
 
-def join(given: Given, compute: Sequence[dict[str, Any]] = ()) -> tuple[dict[str, Any], Told]:
+def join(given: Given, compute: Sequence[dict[str, Any]] = ()) -> tuple[dict[str, Any], TableRows]:
     """Return the values of a cluster's file, and what was taken from where, as rows of a table.
 
     Args:
@@ -200,7 +200,7 @@ def join(given: Given, compute: Sequence[dict[str, Any]] = ()) -> tuple[dict[str
     Raises:
         UserError: something needed is missing, or two files contradict each other.
     """
-    rows: Told = []
+    rows: TableRows = []
     hosts, devices = _hosts(given), _devices(given)
     reported = [name for fitted in given.logs for name in fitted.log.devices] + [row["kind"] for row in compute]
     kind = kind_of(given.device, reported)
@@ -239,7 +239,13 @@ def join(given: Given, compute: Sequence[dict[str, Any]] = ()) -> tuple[dict[str
 
 
 def _values(
-    given: Given, hosts: int | list[str], devices: int, kind: str, nics: _Nics, classes: dict[str, Link], rows: Told
+    given: Given,
+    hosts: int | list[str],
+    devices: int,
+    kind: str,
+    nics: _Nics,
+    classes: dict[str, Link],
+    rows: TableRows,
 ) -> dict[str, Any]:
     """Return the file's values without racks, exceptions and compute."""
     written: dict[str, Any] = {}
@@ -289,7 +295,7 @@ def _check(values: dict[str, Any]) -> None:
     check_units(found["hosts"], found["alpha"], found["samples"], found["memory"], found["trunks"], found["sheets"])
 
 
-def told(given: Given) -> Told:
+def told(given: Given) -> TableRows:
     """Return what each file says, as rows of a table."""
     rows = [row for fitted in given.logs for row in links.told(fitted)]
     rows += [row for topology in given.topologies for row in host_topology.told(topology)]
