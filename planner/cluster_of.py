@@ -17,7 +17,7 @@ from paxtrain import files, tables
 from paxtrain import flags as shared_flags
 from paxtrain.command_line import group, run
 from paxtrain.config import from_dict
-from paxtrain.errors import UserError, whole
+from paxtrain.errors import UserError, printable, whole
 from planner.given import joining, links, nccl_tests, nccl_xml, slurm_topology, topo_matrix
 from planner.traced import compute_row
 from planner.traced.compute_row import TraceOptions
@@ -88,14 +88,16 @@ def main(argv: Sequence[str]) -> None:
     """Read the files, tell what they say, and write the cluster's file."""
     f = flags.FLAGS
     out = pathlib.Path(f.out)
-    if out.is_dir() or not out.parent.is_dir():
-        raise UserError(f"--out={out} must be a file in a folder that is there")
+    with files.writable(out, "name another file with --out"):
+        if out.is_dir() or not out.parent.is_dir():
+            raise UserError(f"--out={out} must be a file in a folder that is there")
     given = _given(f)
     compute, traced = _compute(f)
     values, taken = joining.join(given, compute)
     with files.writable(out, "name another file with --out"):
         files.write(out, json.dumps(values, indent=1) + "\n")
-    print(tables.table([*joining.told(given), *traced, *taken, ("written", str(out))]))
+    rows = [*joining.told(given), *traced, *taken, ("written", str(out))]
+    print(tables.table([(printable(what), printable(text)) for what, text in rows]))
 
 
 if __name__ == "__main__":

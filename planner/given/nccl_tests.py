@@ -25,12 +25,15 @@ from paxtrain.errors import UserError
 from planner.given import text_file
 
 KIND = "nccl-tests log"
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s+(.+)")
+_RANK = re.compile(
+    r"#\s+Rank\s+(\d{1,9})\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s+(.+)", re.A
+)
 _TYPES = r"(?:u?int(?:8|32|64)|half|float|double|bfloat16|f8e4m3|f8e5m2|fp8_e4m3|fp8_e5m2)"
-_NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|-?nan|-?inf)"
+_NUMBER = r"(-?\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,4})?|-?nan|-?inf)"
 _TIMES = rf"{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}\s+(\S+)"
-_BEGIN = re.compile(rf"(?:^|[\s:>|\]])(\d+)\s+(\d+)\s+{_TYPES}\b")  # a size, a count and a type
-_ROW = re.compile(rf"{_BEGIN.pattern}\s+(\w+)(?:\s+(-?\d+))?\s+{_TIMES}\s+{_TIMES}\s*$")
+_BEGIN = re.compile(rf"(?:^|[\s:>|\]])(\d{{1,18}})\s+(\d+)\s+{_TYPES}\b", re.A)  # a size, a count and a type
+_LIKE_A_ROW = re.compile(rf"(?:\s|^){_TYPES}\s+\w+\s+\S*[0-9]|{_BEGIN.pattern}", re.A)
+_ROW = re.compile(rf"{_BEGIN.pattern}\s+(\w+)(?:\s+(-?\d{{1,9}}))?\s+{_TIMES}\s+{_TIMES}\s*$", re.A)
 _COMMAS = re.compile(r"\s\d+,\d+\s+\d+,\d+\s")
 _OUT_OF_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)")
 _END = "Avg bus bandwidth"
@@ -148,7 +151,7 @@ def _ranks(lines: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _rows(lines: list[str]) -> list[_TimedSize]:
     found = []
     for line in lines:
-        if line.lstrip().startswith("#") or _BEGIN.search(line) is None:
+        if line.lstrip().startswith("#") or _LIKE_A_ROW.search(line) is None:
             continue
         if _COMMAS.search(line):
             raise UserError(
@@ -169,8 +172,8 @@ def _row(match: re.Match) -> _TimedSize:
     """Return a row with the quicker one of its two times."""
     size, root = int(match[1]), int(match[4] or -1)
     for wrong in (match[8], match[12]):
-        if wrong.isdecimal() and int(wrong):
-            raise UserError(f"the row of {size:,} bytes has {wrong} wrong values; NCCL's times mean nothing then")
+        if wrong.isdecimal() and wrong.strip("0"):
+            raise UserError(f"the row of {size:,} bytes has {wrong:.20} wrong values; NCCL's times mean nothing then")
     values = [[float(match[i]) for i in range(first, first + 3)] for first in (5, 9)]
     for time, algbw, busbw in values:
         if not all(map(math.isfinite, (time, algbw, busbw))) or time <= 0 or min(algbw, busbw) < 0:
@@ -183,9 +186,9 @@ def _row(match: re.Match) -> _TimedSize:
 
 def _check_end(text: str) -> None:
     bounds = _OUT_OF_BOUNDS.search(text)
-    if bounds and int(bounds[1]):
+    if bounds and bounds[1].strip("0"):
         raise UserError(
-            f"{bounds[1]} values were out of bounds; NCCL computed wrong results, and its times mean nothing"
+            f"{bounds[1]:.20} values were out of bounds; NCCL computed wrong results, and its times mean nothing"
         )
     if _END not in text:
         raise UserError(f'the log is cut short: it has no line "# {_END}"; give all that the test has printed')

@@ -21,7 +21,7 @@ from planner.given.host_topology import HostTopology, Nic
 KIND = "output of nvidia-smi topo -m"
 _MOST = 1024  # rows or columns
 _NEAR = ("PIX", "PXB", "PHB")  # from near to far
-_CELL = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
+_CELL = re.compile(r"X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS")
 _HEADER = re.compile(r"^\s*GPU0\s+(?!X\b)\S")
 _LEGEND = re.compile(r"^\s*(NIC\d+)\s*:\s*(\S+)\s*$", re.M)
 

@@ -254,6 +254,17 @@ def _wrong_trial(draw: st.DrawFn, name: str, content: bytes) -> tuple[bytes, str
     return "\n".join(map(",".join, [titles, *rows])).encode(), f"{titles[column]}={cell}"
 
 
+@st.composite
+def _wrong_log(draw: st.DrawFn, name: str, content: bytes) -> tuple[bytes, str]:
+    lines = content.decode().splitlines()
+    place = draw(st.sampled_from([i for i, line in enumerate(lines) if " float " in line]))
+    cells = lines[place].split()
+    column = draw(st.sampled_from([0, 5, 6, 7, 9, 10, 11]))  # the size, and times and bandwidths
+    cells[column] = cell = draw(st.sampled_from([*NO_NUMBERS, *LOOKALIKES, "-7", "12,5", "9" * 5000]))
+    lines[place] = "  ".join(cells)
+    return "\n".join(lines).encode(), f"{cell[:20]} in column {column}"
+
+
 def _wrong_schedule(name: str, content: bytes) -> st.SearchStrategy[tuple[bytes, str]]:
     cells = ["0F0", "0X0", "-1F0", "0F1_0", "\u0661F\u0660", "0F99999999", "9" * 5000 + "F0", "x" * 200_000]
     return st.sampled_from(cells).map(lambda cell: (f"{cell},".encode() + content, cell[:20]))
@@ -266,6 +277,7 @@ REFUSED: dict[str, Callable[[str, bytes], st.SearchStrategy[tuple[bytes, str]]]]
     ".safetensors": _wrong_weight,
     "own_tokenizer.json": _endless,
     "trials.csv": _wrong_trial,
+    ".log": _wrong_log,
     "schedule.csv": _wrong_schedule,
 }
 

@@ -22,6 +22,8 @@ from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.fit.constants import CONSTANTS
 from planner.runs.trials import COLUMNS
+from tests.planner.given import logs
+from tests.planner.traced.runs import Run, write
 from tests.sources import ROOT
 
 # The model that is imported, and from which a checkpoint is made.
@@ -83,6 +85,7 @@ def prepare(home: pathlib.Path) -> None:
         home / "plan.json",
     )
     _cluster(home)
+    _at_hand(home)
     _planning(home)
     (home / "amp_homogeneous.json").write_text(json.dumps([AMP]))
     _model(home)
@@ -95,6 +98,25 @@ def _cluster(home: pathlib.Path) -> None:
     (home / "cluster.json").write_text(json.dumps(cluster))
     (home / "arrays.json").write_text(json.dumps(cluster | {"links": {"npz": "links.npz"}}))
     np.savez(home / "links.npz", alpha=np.full((2, 2), 1e-5), bandwidth=np.array(links["bandwidth"]))
+
+
+def _at_hand(home: pathlib.Path) -> None:
+    """Write logs, a host's topologies, SLURM's, and traces."""
+    for name, hosts, start, rate in (
+        ("one", ["dev0"] * 8, 3e-5, 4e11),
+        ("two", ["dev0"] * 8 + ["dev7"] * 8, 7e-5, 2e11),
+    ):
+        (home / f"{name}.log").write_text(logs.log("all_reduce", hosts, start, rate))
+    data = {
+        "matrix.topo": "h100_12_nics.topo",
+        "host.xml": "h100_vm_nccl_topo.xml",
+        "topology.conf": "tree_topology.conf",
+    }
+    for name, source in data.items():
+        shutil.copy(logs.DATA / source, home / name)
+    run = Run(steps=1)
+    write(home / "trace.json", run.torch())
+    run.nsys(home / "trace.sqlite")
 
 
 def _planning(home: pathlib.Path) -> None:
