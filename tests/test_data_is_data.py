@@ -9,6 +9,7 @@ import os
 import pathlib
 import pickle
 import shlex
+import shutil
 
 import jax
 import numpy as np
@@ -28,8 +29,12 @@ from paxtrain.schedule import table_file
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.cluster.cluster import Cluster
+from planner.given import links, nccl_tests, nccl_xml, slurm_topology, topo_matrix
 from planner.runs import trials
+from planner.traced import compute_row
 from tests.planner.examples import cluster
+from tests.planner.given import logs
+from tests.planner.traced import runs
 
 pytestmark = pytest.mark.usefixtures("quiet_orbax")
 TRIAL = {
@@ -144,6 +149,37 @@ def make_probe(folder):
     probe = LossProbe({}, (2, 2), 1, 50, 100, (0, 1), (3.0, 3.1), (ProbedCodec("data", "int8", (0.0, 0.001)),))
     loss_probe_file.save(probe, folder / "probe.json")
     return lambda: loss_probe_file.load(folder / "probe.json")
+
+
+def make_nccl_log(folder):
+    path = folder / "all_reduce_perf.log"
+    path.write_text(logs.log("all_reduce", ["a"] * 8, 1e-5, 4e11))
+    return lambda: links.fit(nccl_tests.read(path))
+
+
+def make_matrix(folder):
+    shutil.copy(logs.DATA / "a100_4_gpus.topo", folder / "matrix")
+    return lambda: topo_matrix.read(folder / "matrix")
+
+
+def make_nccl_xml(folder):
+    shutil.copy(logs.DATA / "h100_vm_nccl_topo.xml", folder / "topo.xml")
+    return lambda: nccl_xml.read(folder / "topo.xml")
+
+
+def make_slurm_topology(folder):
+    shutil.copy(logs.DATA / "tree_topology.conf", folder / "topology.conf")
+    return lambda: slurm_topology.read(folder / "topology.conf")
+
+
+def make_trace(folder):
+    runs.write(folder / "trace.json", runs.Run(layers=1, passes=1, steps=1).torch())
+    return lambda: compute_row.read(folder / "trace.json")
+
+
+def make_nsys_export(folder):
+    runs.Run(layers=1, passes=1, steps=1).nsys(folder / "trace.sqlite")
+    return lambda: compute_row.read(folder / "trace.sqlite")
 
 
 def make_metrics(folder):
