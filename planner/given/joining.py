@@ -4,6 +4,7 @@ What a log shows goes before what a topology says, and that before data sheets. 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,6 +130,7 @@ def _nics(given: Given, between: Sequence[FittedLog], devices: int, rows: TableR
     known: HostNics | None = next((one for one in found if one.bandwidth), next((o for o in found if o.count), None))
     bandwidth = known.bandwidth if known else 0.0
     if given.nic_gbit:
+        _check_nic(given.nic_gbit, known)
         bandwidth = units.nic_rate("--nic_gbit", given.nic_gbit) * (known.ports if known else 1)
         rows.append(
             ("--nic_gbit", units.rate(bandwidth) + (f" with {known.ports} NICs" if known and known.ports > 1 else ""))
@@ -142,6 +144,15 @@ def _nics(given: Given, between: Sequence[FittedLog], devices: int, rows: TableR
     if measured is None and between:
         rows.append(("", "nothing says how many NICs a host has; one flow is taken to have all of them (--nics=N)"))
     return _Nics(min(measured or 1, devices), False, bandwidth)
+
+
+def _check_nic(gbit: float, known: HostNics | None) -> None:
+    """Require that a NIC's rate is that of the topology, if it has one."""
+    found = known.bandwidth / known.ports if known else 0.0
+    if found and not math.isclose(found, units.of_gbit(gbit)):
+        raise UserError(
+            f"--nic_gbit={gbit:g}, but NCCL's topology has NICs of {units.rate(found)}; leave --nic_gbit out, or --nccl_xml"
+        )
 
 
 def _inside(given: Given, kind: str, rows: TableRows) -> Link:

@@ -104,6 +104,8 @@ def test_bits_taken_for_bytes_are_refused_or_told(run, made):
     flow = made("sendrecv", ["a", "b"], 9e-6, 48e9)
     said, _ = run(2, nccl_tests=flow, nic_gbit=50)
     assert "48 GB/s = 384 Gbit/s beside a NIC of 6.25 GB/s = 50 Gbit/s" in said and "8 times that in Gbit/s" in said
+    said, _ = run(2, nccl_xml=XML, hosts=2, device="h100", nic_gbit=25)
+    assert "--nic_gbit=25, but NCCL's topology has NICs of 25 GB/s = 200 Gbit/s" in said
     said, _ = run(2, nccl_tests=flow, nic_gbit=12.5)
     assert "write 100 if 12.5 is in GB/s" in said
     slow = made("all_reduce", ["a"] * 8, 9e-6, 6.7e9)
