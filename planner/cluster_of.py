@@ -19,6 +19,7 @@ from paxtrain.command_line import group, run
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError, printable, whole
 from planner.given import joining, links, nccl_tests, nccl_xml, slurm_topology, topo_matrix
+from planner.given.hardware import Given
 from planner.traced import compute_row
 from planner.traced.compute_row import TraceOptions
 
@@ -51,7 +52,7 @@ def define_flags() -> None:
         shared_flags.define_config("config", None, "The traced model: a file, or the name of one in configs/.")
 
 
-def _given(f: flags.FlagValues) -> joining.Given:
+def _given(f: flags.FlagValues) -> Given:
     """Return what the flags name, read."""
     logs = tuple(links.fit(nccl_tests.read(path)) for path in f.nccl_tests)
     topologies = [topo_matrix.read(f.topo)] if f.topo else []
@@ -59,7 +60,7 @@ def _given(f: flags.FlagValues) -> joining.Given:
     slurm = slurm_topology.read(f.slurm_topology) if f.slurm_topology else None
     if not (logs or topologies):
         raise UserError(f"no log and no topology of a host was given; {HINT}")
-    return joining.Given(logs, tuple(topologies), slurm, f.hosts, f.device, f.nics, f.nic_gbit, f.name)
+    return Given(logs, tuple(topologies), slurm, f.hosts, f.device, f.nics, f.nic_gbit, f.name)
 
 
 def _compute(f: flags.FlagValues) -> tuple[list[dict[str, Any]], joining.TableRows]:
