@@ -151,21 +151,19 @@ def _nics(given: Given, devices: int) -> tuple[HostNics, tuple[str, ...]]:
     """Return the NICs, which the user says or the topology or the logs tell, and sentences on them."""
     found = [host_topology.host_nics(topology) for topology in given.topologies]
     known = next((one for one in found if one.bandwidth), next((one for one in found if one.count), _NO_NICS))
-    said = []
+    said: tuple[str, ...] = ()
     if given.nic_gbit:
         known = _of_rate(known, given.nic_gbit)
-        said.append(f"--nic_gbit: a flow has {units.rate(known.bandwidth)}, of {known.ports} NIC")
+        said = (f"--nic_gbit: a flow has {units.rate(known.bandwidth)}, of {known.ports} NIC",)
     if given.nics:
-        return dataclasses.replace(known, count=given.nics, rails=known.rails and known.count == given.nics), tuple(
-            said
-        )
+        return dataclasses.replace(known, count=given.nics, rails=known.rails and known.count == given.nics), said
     if known.count:
-        return known, tuple(said)
+        return known, said
     several = [fitted for fitted in given.logs if len(fitted.log.names) > 1]
     measured = links.nics(several)
     if measured is None and several:
-        said.append("nothing says how many NICs a host has; one flow is taken to have all of them (--nics=N)")
-    return dataclasses.replace(known, count=min(measured or 1, devices)), tuple(said)
+        said += ("nothing says how many NICs a host has; one flow is taken to have all of them (--nics=N)",)
+    return dataclasses.replace(known, count=min(measured or 1, devices)), said
 
 
 def _of_rate(nics: HostNics, gbit: float) -> HostNics:

@@ -61,7 +61,7 @@ def _opened(path: pathlib.Path) -> Iterator[sqlite3.Connection]:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.set_progress_handler(lambda: 1, _STEPS)
         yield connection
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # of a table's or a column's name
         raise UserError(
             f"it is no whole sqlite export ({error}); make it again with nsys export --type sqlite"
         ) from error

@@ -184,6 +184,8 @@ def test_what_is_no_export_of_nsys_is_refused(tmp_path):
     assert "no whole sqlite export" in refusal(other)
     other.write_bytes(path.read_bytes()[:9000])
     assert "no whole sqlite export" in refusal(other)
+    other.write_bytes(path.read_bytes().replace(b"TABLE StringIds", b"TABLE \x86\x90ringIds"))
+    assert "no whole sqlite export" in refusal(other)
 
     def changed(*statements):
         import sqlite3
