@@ -93,7 +93,7 @@ def _passes(trace: GpuTrace, options: TraceOptions) -> int:
     if not passes:
         raise UserError(
             f"{KIND} {trace.path} has no F followed by B, or does not say how many; trace a whole training step, and "
-            "give the number of its micro-batches with --passes if it is jax's"
+            "give the number of its micro-batches with --passes if it is jax's or of a pipeline's stage"
         )
     if not (trace.head or options.layers_only):
         raise UserError(

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from paxtrain.errors import UserError
 from planner.traced import phases
-from planner.traced.kernels import GpuTrace
+from planner.traced.kernels import BACKWARD, GpuTrace
 from planner.traced.phases import KernelLaunch, Operator
 
 MAGIC = b"SQLite format 3\0"
@@ -125,7 +125,7 @@ def _parse(path: str, connection: sqlite3.Connection, tables: dict[str, set[str]
     operators = _ranges(connection, tables, names)
     autograd = _autograd(connection, tables, names)
     found = phases.label(operators, launches, autograd=autograd)
-    if not found.passes:
+    if not any(kernel.phase == BACKWARD for kernel in found.kernels):
         raise UserError(
             "nothing tells F from B: it has neither ranges named backward nor threads named pt_autograd_0; profile "
             "with -t cuda,nvtx and torch.autograd.profiler.emit_nvtx(), or put nvtx ranges around forward and backward"

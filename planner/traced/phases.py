@@ -2,13 +2,15 @@
 
 PyTorch runs backwards in threads of the autograd engine, each node inside `autograd::engine::evaluate_function: ...`.
 What is recomputed there counts as B. A pass is F followed by B; what is launched after B and before the next F, such as
-the clipping of gradients, is neither.
+the clipping of gradients, is neither, and neither is what threads beside that of F launch. If some F have half as many
+kernels again as others, as where a pipeline's stage runs several F in a row, the number of passes is not known.
 
 The loss tells the head from the layers: in F the head begins with the last matrix product before the loss, and in B it
 ends with the first product's gradient. The final norm counts as the layers'.
 """
 
 import bisect
+import collections
 import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -38,6 +40,7 @@ _PRODUCT = re.compile(r"^aten::(?:linear|matmul|mm|addmm)\b|^Linear|_Linear\b")
 _PRODUCT_GRADIENT = re.compile(r"(?:Mm|Addmm|Matmul|Linear\w*)Backward")
 _EMBEDDING = re.compile(r"(?i)embedding")
 # Operators that only F has, so that in B they are F's, run again: those of a layer's products, and others.
+_EVEN = 1.5  # kernels of the longest F over those of the shortest
 _AGAIN = re.compile(r"^aten::linear(?:$|,)|CheckpointFunctionBackward")
 _SOME_AGAIN = re.compile(r"^aten::(?:native_layer_norm|rms_norm|scaled_dot_product_attention)(?:$|,)")
 
@@ -141,25 +144,35 @@ def label(
         phase, step = _phase(names, launch.thread in autograd), _step(launch.time, steps)
         again = _again(names) if phase == BACKWARD else NOTHING
         found.append(_PhasedLaunch(launch, step, phase, any(map(_EMBEDDING.search, names)), again))
-    found = sorted((one for one in found if one.step >= 0), key=lambda one: one.launch.time)
-    runs = [list(some) for _, some in itertools.groupby(found, key=lambda one: (one.step, one.phase))]
-    kernels: list[TracedKernel] = []
-    passes, heads, number = 0, 0, 0
+    found = _of_one_thread(sorted((one for one in found if one.step >= 0), key=lambda one: one.launch.time))
+    kernels = [_kernel(one, OTHER, -1, False) for one in found if one.phase == OTHER]
+    phased = [one for one in found if one.phase != OTHER]
+    runs = [list(some) for _, some in itertools.groupby(phased, key=lambda one: (one.step, one.phase))]
+    lengths, heads, number = list[int](), 0, 0
     while number < len(runs):
         run, after = runs[number], runs[number + 1] if number + 1 < len(runs) else []
         if run[0].phase == FORWARD and after and (after[0].step, after[0].phase) == (run[0].step, BACKWARD):
             begin, end, known = _head(operators, run, after)
             heads += known
-            kernels += [_kernel(one, FORWARD, passes, one.launch.time >= begin) for one in run]
-            kernels += [_kernel(one, BACKWARD, passes, one.launch.time <= end) for one in after]
-            passes, number = passes + 1, number + 2
+            kernels += [_kernel(one, FORWARD, len(lengths), one.launch.time >= begin) for one in run]
+            kernels += [_kernel(one, BACKWARD, len(lengths), one.launch.time <= end) for one in after]
+            lengths.append(len(run))
+            number += 2
             continue
         phase = OPTIMIZER if run[0].phase == OPTIMIZER else OTHER
         kernels += [_kernel(one, phase, -1, False) for one in run]
         number += 1
     kinds = {one.again for one in found}
     recomputes = next((kind for kind in (WHOLE_LAYERS, SOME) if kind in kinds), NOTHING)
-    return Labelled(tuple(kernels), passes, 0 < heads == passes, recomputes)
+    passes = len(lengths) if lengths and max(lengths) <= _EVEN * min(lengths) else 0
+    return Labelled(tuple(kernels), passes, 0 < heads == len(lengths), recomputes)
+
+
+def _of_one_thread(found: list[_PhasedLaunch]) -> list[_PhasedLaunch]:
+    """Return the launches with F's phase only on the thread that has most of it; that of others is OTHER."""
+    counts = collections.Counter(one.launch.thread for one in found if one.phase == FORWARD)
+    main = max(counts, key=lambda thread: counts[thread], default=None)
+    return [one._replace(phase=OTHER) if one.phase == FORWARD and one.launch.thread != main else one for one in found]
 
 
 def _kernel(one: _PhasedLaunch, phase: str, run: int, head: bool) -> TracedKernel:

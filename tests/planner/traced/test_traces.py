@@ -103,6 +103,35 @@ def test_threads_of_the_autograd_engine_tell_b_without_ranges(tmp_path):
     assert "nothing tells F from B" in refusal(tmp_path / "bare")
 
 
+def in_order(order, every=1.0):
+    """Return ranges and launches of ten kernels for each F and each B, in an order such as "FFB"."""
+    operators, launches = [], []
+    for place, letter in enumerate(order):
+        name = {"F": "forward_step", "B": "backward_step"}[letter]
+        operators.append(phases.Operator(name, 1, place * every, (place + 0.9) * every))
+        times = [place * every + 0.05 * (i + 1) for i in range(10)]
+        launches += [phases.KernelLaunch(1, time, "k", time + 0.01, time + 0.02) for time in times]
+    return operators, launches
+
+
+def test_a_stage_of_a_pipeline_does_not_say_its_passes():
+    """Two F in a row look like one that is twice as long; all kernels keep their phases."""
+    found = phases.label(*in_order("FFBFBB"))
+    assert found.passes == 0
+    assert [kernel.phase for kernel in found.kernels].count("forward") == 30
+    assert [kernel.phase for kernel in found.kernels].count("backward") == 30
+    assert phases.label(*in_order("FBFBFB")).passes == 3
+
+
+def test_what_another_thread_launches_meanwhile_is_neither():
+    """As a thread that prepares the next batch does, in the middle of B."""
+    operators, launches = in_order("FB")
+    launches += [phases.KernelLaunch(2, 1.22, "cast", 5.0, 5.1)]
+    found = phases.label(operators, launches)
+    assert found.passes == 1
+    assert sorted(kernel.phase for kernel in found.kernels) == ["backward"] * 10 + ["forward"] * 10 + ["other"]
+
+
 def test_ranges_named_after_the_parts_tell_them():
     """As people put nvtx ranges around parts of their own step."""
     operators = [
