@@ -12,11 +12,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
 
+from paxtrain.config.load import JSON, errors_of, recorded
 from paxtrain.errors import PREFIX, UserError, printable, told
+from paxtrain.files import find
 from paxtrain.process import setup
 
 OVERRIDES = "overrides are written --config.section.key=value"
@@ -157,6 +160,47 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
         fail(UserError(text))
     except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:
         fail(error)
+
+
+def define_config(name: str, default: str | None, description: str) -> None:
+    """Define a flag for a configuration file, given by its path or by the name of a shipped one.
+
+    Overrides of unknown keys are accepted, so that `from_dict` can name the valid ones.
+
+    Args:
+        name: name of the flag; `--name.section.key=value` overrides a value.
+        default: name of a shipped file; None if the flag may be left out.
+        description: help text of the flag.
+    """
+    config_flags.DEFINE_config_file(
+        name, default and find(default), description, lock_config=False, accept_new_attributes=True
+    )
+    parser = flags.FLAGS[name].parser
+    load: Callable[[Any], Any] = parser.parse
+
+    def parse(path: Any) -> Any:
+        if not isinstance(path, str):
+            return load(path)
+        resolved = _resolved(path)
+        file = resolved.partition(":")[0]
+        if file.endswith(JSON):
+            return ConfigDict(recorded(file))
+        with errors_of(file):
+            loaded = load(resolved)
+        if loaded is None:
+            raise UserError(f"get_config() of {file} returns None; it must return a ConfigDict, as in configs/tiny.py")
+        return ConfigDict(loaded) if isinstance(loaded, dict) else loaded
+
+    parser.parse = parse  # type: ignore[method-assign,assignment]  # ml_collections has no hook for paths
+    if default is not None:
+        # A file that cannot be loaded raises when it is first used, which is here, while flags are parsed.
+        requirement = "get_config() must return a ConfigDict"
+        flags.register_validator(name, lambda config: hasattr(config, "items"), requirement)
+
+
+def _resolved(path: str) -> str:
+    file, colon, argument = path.partition(":")
+    return find(file) + colon + argument
 
 
 def _unread(failed: bool) -> bool:

@@ -6,10 +6,10 @@ from typing import Any
 
 from absl import flags
 
+from paxtrain.command_line import define_config
 from paxtrain.config.axes import AXES, more_axes
 from paxtrain.config.parallel import MOST_SEQUENCES
 from paxtrain.errors import UserError
-from paxtrain.flags import define_config
 from paxtrain.knobs import define, given, integers
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster

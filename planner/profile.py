@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from paxtrain import flags as shared_flags
 from paxtrain import tables
-from paxtrain.command_line import OVERRIDES, group, run
+from paxtrain.command_line import OVERRIDES, define_config, group, run
 from paxtrain.config import from_dict
 from paxtrain.errors import MOST_SECONDS, UserError, whole
 from paxtrain.knobs import define, given
@@ -50,7 +49,7 @@ def define_flags() -> None:
         flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", 1, MOST_CPU_DEVICES)
         flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
         distributed.define_flags()
-    shared_flags.define_config("config", "tiny", "The model to measure: a file, or the name of one in configs/.")
+    define_config("config", "tiny", "The model to measure: a file, or the name of one in configs/.")
 
 
 def _positive(flag: str, values: Sequence[str]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from absl import flags
 
 from paxtrain import files
 from paxtrain import flags as shared_flags
-from paxtrain.command_line import OVERRIDES, group, run
+from paxtrain.command_line import OVERRIDES, define_config, group, run
 from paxtrain.config import Config, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.data.datasets import DataSets
@@ -235,7 +235,7 @@ def define_flags() -> None:
         distributed.define_flags()
     with group("What a plan may choose"):
         planning_flags.define_flags()
-    shared_flags.define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")
+    define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")
 
 
 if __name__ == "__main__":

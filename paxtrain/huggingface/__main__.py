@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain import flags as shared_flags
-from paxtrain.command_line import run
+from paxtrain.command_line import define_config, run
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
 from paxtrain.huggingface.exporting import DTYPES, export
@@ -31,7 +30,7 @@ def define_flags() -> None:
     flags.DEFINE_string("out", None, "export: folder to write.")
     flags.DEFINE_enum("dtype", "float32", DTYPES, "export: of the arrays.")
     flags.DEFINE_string("model", None, "import: folder of a model in Hugging Face's layout.")
-    shared_flags.define_config("config", None, "import: the configuration to train with.")
+    define_config("config", None, "import: the configuration to train with.")
     # A file that could not be loaded raises when it is first used: here, while flags are parsed.
     flags.register_validator(
         "config", lambda config: config is None or hasattr(config, "items"), "get_config() must return a ConfigDict"

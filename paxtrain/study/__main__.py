@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from paxtrain import flags as shared_flags
-from paxtrain.command_line import OVERRIDES, run
+from paxtrain.command_line import OVERRIDES, define_config, run
 from paxtrain.config import Config, from_dict
 from paxtrain.config.options import PLACES, PROBED
 from paxtrain.errors import UserError, whole
@@ -56,7 +55,7 @@ def define_flags() -> None:
         "resume", False, "Take from --out the runs that an earlier start has finished with the same values."
     )
     flags.DEFINE_integer("workers", 3, "Runs at a time; one with --real_mesh.", 1, 1024)
-    shared_flags.define_config("config", "study", "The configuration: a file, or the name of one in configs/.")
+    define_config("config", "study", "The configuration: a file, or the name of one in configs/.")
 
 
 def _ranks(default: Sequence[int]) -> list[int]:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from paxtrain import files
-from paxtrain.command_line import run
+from paxtrain.command_line import define_config, run
 from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
-from paxtrain.flags import define_config
 from planner.export import maxtext, megatron, torchtitan
 from planner.export.exported import Exported, expected
 

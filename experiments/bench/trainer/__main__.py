@@ -21,8 +21,7 @@ from experiments.bench.trainer.memory import memory
 from experiments.bench.trainer.passes import passes
 from experiments.bench.trainer.steps import configuration
 from experiments.bench.trainer.throughput import throughput
-from paxtrain import flags as shared_flags
-from paxtrain.command_line import run
+from paxtrain.command_line import define_config, run
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
 
@@ -57,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
 def define_flags() -> None:
     """Define this main's flags."""
     flags.DEFINE_list("sections", list(MEASURED), f"What to measure: {', '.join(SECTIONS)}.")
-    shared_flags.define_config("config", None, "For throughput: a file with model, micro-batch and optimizer.")
+    define_config("config", None, "For throughput: a file with model, micro-batch and optimizer.")
     # A file that could not be loaded raises when it is first used, so it is used while flags are parsed.
     flags.register_validator(
         "config", lambda config: config is None or hasattr(config, "items"), "get_config() must return a ConfigDict"
