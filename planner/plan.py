@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from paxtrain.command_line import group, run
 from paxtrain.errors import UserError
+from paxtrain.process import setup
 from planner import planning_flags
 from planner.answers import free_choice, hosts, what_if
 from planner.cluster.cluster import Cluster
@@ -37,6 +38,7 @@ def _check_writable(out: pathlib.Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Read the model and the cluster, search, and write the plan and the report."""
+    setup.collect_seldom()
     f = flags.FLAGS
     values, out = planning_flags.decided_values(), pathlib.Path(f.out)
     cluster, options = planning_flags.cluster(), planning_flags.options(oracle=f.oracle)
