@@ -75,7 +75,7 @@ class Candidate:
     min_ratio: float = 2.0
     others: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Sizes of all axes by name, in the order of the mesh."""
         named = {DATA: self.data, PIPE: self.pipe, TENSOR: self.tensor}

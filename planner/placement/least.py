@@ -83,14 +83,15 @@ def bottleneck(cost: Array, one_way: bool = False) -> float:
         one_way: whether the permutation takes at most one of two elements that mirror each other, as a ring over three
             hosts or more does. Then the value is the least of fractional permutations, otherwise that of permutations.
     """
-    from scipy import sparse  # here, since many plans need neither: it takes a good part of a second
-    from scipy.optimize import linprog
+    from scipy import sparse  # here, since many plans need none of it: it takes a good part of a second
     from scipy.sparse import csgraph
 
     def permutes(most: float) -> bool:
         return bool((csgraph.maximum_bipartite_matching(sparse.csr_array(cost <= most)) >= 0).all())
 
     def goes_round(most: float) -> bool:
+        from scipy.optimize import linprog
+
         row, column = np.nonzero(cost <= most)
         number, hosts = np.arange(len(row)), len(cost)
         pairs = np.unique(np.minimum(row, column) * hosts + np.maximum(row, column), return_inverse=True)[1]

@@ -128,8 +128,12 @@ def place(
 
 def are_few(c: Candidate, cluster: Cluster) -> bool:
     """Return whether a candidate's placements are so few that `place` evaluates all."""
-    slots = slots_per_host(c, cluster)
-    logs = math.lgamma(c.groups + 1) - math.lgamma(slots + 1) * (c.groups // slots) - math.log(c.data)
+    return _are_few(c.groups, c.data, slots_per_host(c, cluster))
+
+
+@functools.cache
+def _are_few(groups: int, data: int, slots: int) -> bool:
+    logs = math.lgamma(groups + 1) - math.lgamma(slots + 1) * (groups // slots) - math.log(data)
     return logs <= math.log(_EXACT)
 
 
