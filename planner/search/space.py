@@ -352,7 +352,8 @@ def _rows(
             m = global_batch // ranks // micro_batch
             if (spec_of(name).size or (pipe, chunks, m)) != (pipe, chunks, m):
                 continue
-            saves = [s for s in choices.saves if not spec_of(name).splits or s in SPLIT_SAVES]
+            schedule, dtype = code(name), REDUCE_DTYPES.index(choices.reduce_dtype)
+            saves = [SAVE_MODES.index(s) for s in choices.saves if not spec_of(name).splits or s in SPLIT_SAVES]
             by_speed = _uneven_data(choices, cluster, data, m, spec_of(name)) if ranks == data else (False,)
             for sequence in _sequence_parallel(choices, model, tensor):
                 message = message_shape(model, tensor, micro_batch, sequence)
@@ -362,8 +363,7 @@ def _rows(
                 if spec_of(name).place(pipe, chunks).folded:  # messages travel as they are
                     policies = [] if choices.coded.compresses_forward else [one for one in policies if not one[0]]
                 for save, zero, policy, uneven in itertools.product(saves, zero1, policies, by_speed):
-                    dtype = REDUCE_DTYPES.index(choices.reduce_dtype)
-                    how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence, dtype)
+                    how = (schedule, chunks, save, zero, sequence, dtype)
                     yield (data, pipe, tensor, micro_batch, m, *how, *policy, uneven, others)
 
 
