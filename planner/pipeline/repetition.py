@@ -56,6 +56,9 @@ def repeat(stages: Stages, rows: tuple[Row, ...], times: int, rough: bool = Fals
             break
         limit, done = EQUAL * past[-1].max(axis=0), np.zeros(len(at), bool)
         for some in (1, 2)[: len(past) - 1]:
+            first, last = (past[-1][stage] - past[-1 - some][stage] for stage in (0, -1))
+            if not (np.abs(first - last) <= limit).any():  # which is seen sooner of two stages than of all
+                continue
             moved = past[-1] - past[-1 - some]
             same = ~done & (moved.max(axis=0) - moved.min(axis=0) <= limit)
             if same.any():
