@@ -69,7 +69,9 @@ _TABLE = {
         "paxtrain/run planner/cluster planner/cost"
     ),
     "planner/runs": "paxtrain/config paxtrain/schedule",
-    "planner/fit": ("paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/pipeline planner/runs"),
+    "planner/fit": (
+        "paxtrain/config paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/pipeline planner/runs"
+    ),
     "planner/given": "paxtrain/devices planner/cluster planner/measure",
     "planner/traced": "paxtrain/config paxtrain/devices paxtrain/model planner/cluster planner/cost planner/given",
     "planner/start": (
