@@ -1,5 +1,6 @@
 """The files that the command lines of `commands` read, as they work."""
 
+import itertools
 import json
 import pathlib
 import shutil
@@ -21,13 +22,30 @@ from paxtrain.schedule.schedules import build
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.fit.constants import CONSTANTS
-from planner.runs.trials import COLUMNS
+from planner.runs import trials
 from tests.planner.given import logs
 from tests.planner.traced.runs import Run, write
 from tests.sources import ROOT
 
 # The model that is imported, and from which a checkpoint is made.
 MODEL = {"vocab_size": 257, "layers": 2, "hidden": 32, "heads": 4, "sequence": 32}
+# A row of a table of trials, besides what differs among its rows.
+TRIAL = dict.fromkeys(trials.COLUMNS, "") | {
+    "cluster": "some",
+    "devices": 8,
+    "devices_per_host": 4,
+    "device_kinds": "A100",
+    "host_gbit": 100,
+    "intra_gbit": 2000,
+    "hidden": 1024,
+    "heads": 16,
+    "layers": 24,
+    "seq": 1024,
+    "vocab": 50257,
+    "global_batch": 64,
+    "recompute": 0,
+    "dtype": "fp16",
+}
 
 AMP = {
     "file": "a.txt",
@@ -71,12 +89,10 @@ def prepare(home: pathlib.Path) -> None:
         shutil.copy(home / "data/tokenizer.json", home / where)
     shutil.rmtree(home / "data")
     rows = [
-        f"some,8,4,A100,100,2000,1024,16,24,1024,50257,64,{b},{t},{8 // t // p},{p},,,,,,0,fp16,{0.5 + b / 10}"
-        for b in (1, 2, 4)
-        for t in (1, 2)
-        for p in (1, 2)
+        TRIAL | {"micro_batch": b, "tp": t, "dp": 8 // t // p, "pp": p, "seconds": 0.5 + b / 10}
+        for b, t, p in itertools.product((1, 2, 4), (1, 2), (1, 2))
     ]
-    (home / "trials.csv").write_text("\n".join([",".join(COLUMNS), *rows]) + "\n")
+    trials.write(home / "trials.csv", rows)
     for run in ("one", "two"):
         lines = [{"step": step, "loss": 5.0 - step / 10, "learning_rate": 1e-3} for step in range(1, 20)]
         (home / run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
