@@ -238,7 +238,9 @@ def convert(source: str | pathlib.Path, out: str | pathlib.Path) -> None:
     try:
         rows = _rows_of(pathlib.Path(source), pathlib.Path(source).read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {source} ({error}); name one of the files of planner/runs/published.py") from error
+        raise UserError(
+            f"cannot read {source} ({error}); name one of the files of planner/runs/published.py"
+        ) from error
     if rows is None:
         raise UserError(f"{source} is none of the files that planner/runs/published.py names, by its first line")
     _trials(source, rows)
