@@ -18,11 +18,11 @@ A file is known by its first line, not by its name.
 import csv
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paxtrain.errors import UserError
-from planner.runs import trials
+from planner.runs import logs, trials
 from planner.runs.trials import Trial
 
 _AMP_BEFORE = 2  # layers that AMP counts before the first transformer layer
@@ -224,26 +224,38 @@ def _trials(source: str | pathlib.Path, rows: list[dict[str, object]]) -> list[T
     return found
 
 
-def convert(source: str | pathlib.Path, out: str | pathlib.Path) -> None:
-    """Convert a published file to a table.
+def convert(source: str | pathlib.Path, out: str | pathlib.Path, given: Mapping[str, str] | None = None) -> None:
+    """Convert a published file to a table, or add the run of a log to one.
 
     Args:
-        source: one of the files that this module names.
+        source: one of the files that this module names, or a log that planner.runs.logs knows.
         out: the CSV to write.
+        given: cells of a log's row, which it does not say.
 
     Raises:
         UserError: the source cannot be read, is none of these files or has a trial that makes no sense, or the CSV
-            cannot be written.
+            cannot be written, or is no table.
     """
     try:
-        rows = _rows_of(pathlib.Path(source), pathlib.Path(source).read_text())
+        text = pathlib.Path(source).read_text()
+        rows = _rows_of(pathlib.Path(source), text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read {source} ({error}); name one of the files of planner/runs/published.py"
         ) from error
     if rows is None:
-        raise UserError(f"{source} is none of the files that planner/runs/published.py names, by its first line")
-    _trials(source, rows)
+        if (found := logs.read(text)) is None:
+            raise UserError(
+                f"{source} is none of the files that planner/runs/published.py names, and no log that logs.py does"
+            )
+        before = trials.read(out) if pathlib.Path(out).exists() else []
+        rows = [logs.row(found, given or {})]
+        _trials(source, rows)
+        rows = [*(_row(one.columns) for one in before), *rows]
+    elif given:
+        raise UserError(f"{source} says all of its runs; leave {next(iter(given))}= out, which is for logs")
+    else:
+        _trials(source, rows)
     try:
         trials.write(out, rows)
     except OSError as error:
