@@ -32,17 +32,18 @@ class Appointment:
         _used[what] += 1
         self._keys = f"paxtrain/{what}/{_used[what]}"
         self._lock = threading.Lock()
-        self._turn, self._step, self._agreed = 0, 0, -1
+        self._turn, self._step = 0, 0
+        self._agreed: set[int] = set()  # steps to come; a process that lags behind may have several
         self._asked = False  # by this process, for the present turn
 
     def ask(self) -> None:
         """Ask for an appointment; while one is open nothing happens. One process alone asks."""
-        if self._asked or self._step < self._agreed:
+        if self._asked or self._step < max(self._agreed, default=-1):
             return
         self._asked = True
         client = jax_private.coordination_client() if jax.process_count() > 1 else None
         if client is None:
-            self._asked, self._agreed = False, self._step + 1
+            self._asked, self._agreed = False, {self._step + 1}
         else:
             client.key_value_set(f"{self._keys}/{self._turn}", _ASK)
 
@@ -54,7 +55,9 @@ class Appointment:
         """
         with self._lock:
             self._step = step
-            return step == self._agreed
+            met = step in self._agreed
+            self._agreed = {one for one in self._agreed if one > step}
+            return met
 
     def _listen(self, client: jax_private.CoordinationClient) -> None:
         while True:
@@ -77,7 +80,8 @@ class Appointment:
         client.key_value_set(f"{here}/{jax.process_index()}", str(self._step))
         client.wait_at_barrier(f"{here}s", _ALL)
         steps = [int(value) for _, value in client.key_value_dir_get(f"{here}/")]
-        self._turn, self._agreed, self._asked = self._turn + 1, max(steps) + 1, False
+        self._agreed.add(max(steps) + 1)
+        self._turn, self._asked = self._turn + 1, False
 
     def __enter__(self) -> Self:
         client = jax_private.coordination_client() if jax.process_count() > 1 else None
