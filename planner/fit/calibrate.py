@@ -248,4 +248,5 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
         factor_spread=problem.factor_spread,
         rates=dict(zip(problem.clusters, problem.rates)) | {"": stalls.typical("")},
         memory=peaks,
+        models=frozenset((trial.hidden, trial.layers) for trial in fitted),
     )

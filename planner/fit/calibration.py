@@ -23,6 +23,9 @@ FACTOR_RANGE = (0.5, 2.0)
 SPEED_RANGE = (0.2, 5.0)
 FREEDOM = 5.0  # degrees of freedom of the t distribution of a row's error
 _AT_BOUND = 0.01  # of a range's logarithm
+# Standard deviation of what the errors of all runs of one model have in common, if no run of it was fitted. With it
+# intervals of 80% hold about that share of 8B's runs by constants of 1B, and of the reverse (docs/accuracy.md).
+_OTHER_MODEL = 0.07
 _HALVINGS = 40
 
 
@@ -144,6 +147,7 @@ class Calibration:
         factor_spread: the same of factors that were not fitted.
         rates: how often runs stall, by cluster; "" for others.
         memory: peaks of the runs of each trainer.
+        models: hidden size and layers of the models whose runs were fitted.
     """
 
     values: Array
@@ -157,6 +161,7 @@ class Calibration:
     factor_spread: float
     rates: Mapping[str, StallRates]
     memory: Mapping[str, MemoryModel]
+    models: frozenset[tuple[int, int]] = frozenset()
 
     def _of_owners(self, cluster: str, trainer: str) -> Array:
         """Return all constants of a cluster's runs by a trainer."""
@@ -192,6 +197,8 @@ class Calibration:
         unknown = [any(cell not in self.parameters.cell_at for cell in cells(trial)) for trial in trials]
         spread = np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes) + self.factor_spread**2 * np.array(unknown)
         noise = np.array([self.noise.get(t.cluster, self.noise[""]) for t in trials])
+        strange = np.array([(t.hidden, t.layers) not in self.models for t in trials], bool)
+        noise = np.hypot(noise, _OTHER_MODEL * strange)
         # The trial's own constants, of which only the last is needed here.
         constants = np.append(self.values, 0.0)[model.index[:, NAMES.index("stall_seconds")]]
         waits = np.exp(constants) * CONSTANTS[NAMES.index("stall_seconds")].typical

@@ -396,6 +396,13 @@ def test_intervals_hold_what_they_say():
     assert np.mean((low <= measured) & (measured <= high)) < inside
 
 
+def test_a_model_without_fitted_runs_is_less_certain():
+    rows, _ = _stalled(_piped(), 0.0, 0.0, 14)
+    small, large = ([row for row in rows if row.hidden == hidden] for hidden in (1024, 2048))
+    one, both = (calibrate.fit(some).predictions(large).noise for some in (small, rows))
+    assert np.all(one > 0.07) and np.all(one > both)
+
+
 def test_trainers_own_constants_and_have_no_factors():
     rows, _ = _stalled(_piped(), 0.0, 0.0, 13)
     other = [dataclasses.replace(row, cluster="other") for row in rows]
