@@ -91,7 +91,7 @@ class PowerSGD(Reducer):
     subtracts the rank's own W_w, so no rank's solve has to be exact.
 
     All ranks have the same bits of W, and of P if equal devices compute equal bits of equal input. Each M_w is held
-    between the all-reduces. A step may be dropped, so old errors stay until the new ones count.
+    between the all-reduces.
 
     Attributes:
         rank: columns of the factors; the highest rank of a run whose ranks change. A matrix's factors have at most
@@ -99,6 +99,7 @@ class PowerSGD(Reducer):
         implementation: implementation of the passes over matrices, one of kernels.IMPLEMENTATIONS.
         highest: columns of the state, if `rank` is one of lower levels, which leave q's last columns as they are; 0:
             those of `rank`.
+        keep: whether old errors stay until the new ones count, because a step may be dropped; this saves a copy then.
 
     References:
         Vogels et al. 2019, PowerSGD, algorithm 1, with the least-squares fit of compress.subspace in place of
@@ -108,6 +109,7 @@ class PowerSGD(Reducer):
     rank: int
     implementation: str = "xla"
     highest: int = 0
+    keep: bool = True
 
     @property
     def level(self) -> int:
@@ -132,7 +134,7 @@ class PowerSGD(Reducer):
         self, states: list[PowerState], arrays: list[jax.Array], shards: Shards
     ) -> tuple[list[jax.Array], Projected]:
         """Return the products that travel first, and what the rank keeps; see `Reducer.encode`."""
-        run = functools.partial(kernels.project, keep=True, implementation=self.implementation)
+        run = functools.partial(kernels.project, keep=self.keep, implementation=self.implementation)
         projected = [
             run(x.reshape(_matrix(x.shape)), state.q[:, : self.rank], kernels.Explicit(state.error))
             for x, state in zip(arrays, states, strict=True)

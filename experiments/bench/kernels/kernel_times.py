@@ -185,7 +185,8 @@ def compression(case: Matrices, implementation: str) -> Operation:
 
         return Operation(name, encode, codec.init((case.n, case.k), case.dtype), inputs[0], moved)
 
-    reducer, shards = PowerSGD(case.rank, implementation), [Shard(None, 1, -1)] * case.number
+    reducer = PowerSGD(case.rank, implementation, keep=False)
+    shards = [Shard(None, 1, -1)] * case.number
 
     def reduce(states: list[PowerState], xs: list[jax.Array]) -> list[PowerState]:
         wire, kept = reducer.encode(states, xs, shards)
