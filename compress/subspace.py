@@ -205,7 +205,7 @@ def dequantise(factor: Factor) -> jax.Array:
 
 
 class Method(NamedTuple):
-    """How a message's factors are computed, and their dtype on the wire.
+    """The computation of a message's factors, and their dtype on the wire.
 
     Attributes:
         factors: dtype on the wire, one of FACTORS.

@@ -127,7 +127,7 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
+        """True while a checkpoint is being written in the background."""
         return self._manager is not None and self._manager.is_saving_in_progress()
 
     def restore(

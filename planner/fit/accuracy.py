@@ -151,7 +151,7 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Forecast:
-    """What is predicted of runs, each field an array over them.
+    """Predictions of runs, each field an array over them.
 
     Attributes:
         seconds: predicted seconds of a step.
@@ -229,7 +229,7 @@ def score(trials: Sequence[Trial], forecast: Forecast, n_fit: float) -> Scores:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryScores:
-    """How good predicted peaks of memory are; NaN if there are no rows.
+    """Errors of predicted peaks of memory and of failures; NaN if there are no rows.
 
     Attributes:
         n: runs whose peak was measured.

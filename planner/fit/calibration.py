@@ -86,7 +86,7 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Predictions:
-    """What runs take, which is uncertain: each may stall, and its time has an error.
+    """Seconds of runs, which are uncertain: each may stall, and its time has an error.
 
     Attributes:
         plain: [trials] seconds of a step if it does not stall.

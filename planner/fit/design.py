@@ -1,4 +1,4 @@
-"""Which few runs teach most: Bayesian experimental design over the constants.
+"""The few runs that teach most: Bayesian experimental design over the constants.
 
 What is not known of a cluster and a trainer matters as far as it can make a wrong plan look best. The expected regret
 of a choice is the mean, over what the constants may be, of what the chosen plan takes beyond the best one. A run is
@@ -27,7 +27,7 @@ ENOUGH = 0.01  # expected regret below which no further run pays
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Belief:
-    """What is believed of plans and of possible runs: logarithms of their seconds, jointly normal.
+    """The belief about plans and possible runs: logarithms of their seconds, jointly normal.
 
     Attributes:
         plans: [plans] mean of the logarithm of each plan's seconds.

@@ -1,4 +1,4 @@
-"""What makes a run's steps slower, found while it runs.
+"""Hosts, devices and links that make a run's steps slower, found while it runs.
 
 stragglers.py     Stragglers, which the loop calls: it notices, looks and tells
 step_change.py    a lasting change of the seconds of a step

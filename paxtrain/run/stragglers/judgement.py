@@ -1,4 +1,4 @@
-"""What has made a run's steps slower: the parts that take longer than they did when the steps were usual.
+"""The causes of slower steps: the parts that take longer than they did when the steps were usual.
 
 If every part of a step takes at most x times as long, so does the step. So a part counts only if it takes longer by
 about the share by which the step does, or more, and by more than its own noise. Parts of one kind are compared with

@@ -157,7 +157,7 @@ class LinkWork:
 
 
 class Probe:
-    """What is timed on this process and on its links."""
+    """The timed programs of this process and of its links."""
 
     def __init__(self, mesh: Mesh, host_of: Sequence[int], message: int) -> None:
         """Compile all programs; all processes call it.

@@ -112,7 +112,6 @@ def test_chosen_runs_teach_more_than_random_ones(cluster):
     drawn = np.mean(
         [_regrets(cluster, seed, 4, lambda _, __, s: int(random.integers(len(s)))) for seed in seeds], axis=0
     )
-    print(chosen, drawn)
     assert chosen[0] == drawn[0] and chosen[-1] < chosen[0] / 2 and chosen[-1] < drawn[-1]
 
 
@@ -124,5 +123,3 @@ def test_what_is_told_goes_on_from_results(cluster):
     measured = [dataclasses.replace(run, seconds=float(s)) for run, s in zip(runs, seconds)]
     lines, more = proposals(cluster, MODEL, "nanotron", 512, measured, 1)
     assert lines[0].startswith(f"{len(measured)} measured runs") and not set(more) & set(runs)
-    tiny = dataclasses.replace(cluster, memory=np.full(16, 1e8), sheets={})
-    assert proposals(tiny, MODEL, "nanotron", 512, [], 1)  # memory is the data sheet's, which the table names
