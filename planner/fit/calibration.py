@@ -199,9 +199,8 @@ class Calibration:
         noise = np.array([self.noise.get(t.cluster, self.noise[""]) for t in trials])
         strange = np.array([(t.hidden, t.layers) not in self.models for t in trials], bool)
         noise = np.hypot(noise, _OTHER_MODEL * strange)
-        # The trial's own constants, of which only the last is needed here.
-        constants = np.append(self.values, 0.0)[model.index[:, NAMES.index("stall_seconds")]]
-        waits = np.exp(constants) * CONSTANTS[NAMES.index("stall_seconds")].typical
+        at = NAMES.index("stall_seconds")
+        waits = np.exp(self.values[model.index[:, at]]) * CONSTANTS[at].typical  # of each message, if a run stalls
         full = nearly_full(trials, self.memory)
         known = [self.rates.get(trial.cluster, self.rates[""]) for trial in trials]
         chance = np.array([rate.probability([t], full[i : i + 1])[0] for i, (rate, t) in enumerate(zip(known, trials))])
