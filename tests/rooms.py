@@ -28,7 +28,7 @@ _TABLE = {
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/parallel paxtrain/process paxtrain/run "
         "paxtrain/schedule paxtrain/xla"
     ),
-    "paxtrain/huggingface": "paxtrain/architectures paxtrain/config paxtrain/data paxtrain/model paxtrain/run",
+    "paxtrain/huggingface": "paxtrain/config paxtrain/data paxtrain/model paxtrain/run",
     "paxtrain/study": (
         "compress/codecs paxtrain/config paxtrain/data paxtrain/devices paxtrain/model paxtrain/parallel "
         "paxtrain/process paxtrain/run paxtrain/xla"
@@ -63,7 +63,7 @@ _TABLE = {
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule planner/cluster planner/cost planner/memory "
         "planner/planning planner/report planner/search"
     ),
-    "planner/export": "paxtrain/config paxtrain/schedule",
+    "planner/export": "paxtrain/config paxtrain/model paxtrain/schedule",
     "planner/measure": (
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/parallel paxtrain/pipeline paxtrain/process "
         "paxtrain/run planner/cluster planner/cost"

@@ -40,7 +40,7 @@ from tests import small
 from tests.planner.examples import cluster
 
 NAME = "replica"
-REPLICA = AxisSpec(batch=True, sums=lambda mesh, names: True, inside=True)
+REPLICA = AxisSpec(batch=True, sums=lambda mesh, names, dims: True, inside=True)
 
 
 @dataclasses.dataclass(frozen=True)

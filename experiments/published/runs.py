@@ -119,7 +119,7 @@ def model_flops(model: ModelConfig, batch: int) -> float:
         batch: sequences of a step.
     """
     h, s, layers, vocab = model.hidden, model.sequence, model.layers, model.vocab_size
-    if model.traits.gated:
+    if parameters.traits(model).gated:
         return batch * s * (6 * (layers * parameters.count(model, role="kernel") + vocab * h) + 12 * layers * h * s)
     return 72 * batch * s * layers * h * h * (1 + s / (6 * h) + vocab / (12 * layers * h))
 

@@ -5,17 +5,18 @@ References:
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-
-import paxtrain.model as nn
+import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
 from paxtrain.config.checks import require
-from paxtrain.model import spec
-from paxtrain.model.context import LayerContext
+from paxtrain.model import rotary, spec
 from paxtrain.model.spec import Architecture, Demand, Parameter, Params, bias, norm, vocabulary
+
+if TYPE_CHECKING:
+    import jax
+
+    from paxtrain.model.context import LayerContext
 
 ROTARY = 0.25  # of a head's dims
 NAMES = "gpt_neox.layers.{}."
@@ -35,26 +36,15 @@ def layer_norm(path: str, lead: str, name: str) -> tuple[Parameter, Parameter]:
     return norm(f"{path}/scale", dims, f"{name}.weight"), bias(f"{path}/bias", dims, f"{name}.bias")
 
 
-def turned(x: jax.Array, theta: float) -> jax.Array:
-    """Apply rotary positions to the first dims of heads [B, S, N, D]."""
-    first, rest = jnp.split(x, [int(x.shape[-1] * ROTARY)], axis=-1)
-    return jnp.concatenate([nn.rotate(first, theta), rest], axis=-1)
-
-
 class GPTNeoX(Architecture):
     model_types = ("gpt_neox",)
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
-        heads, dims = config.heads, config.head_dim * ROTARY
+        rotary.check(config, ROTARY)
         require(
-            config.key_value_heads == heads,
-            f"GPT-NeoX has keys and values for each head: model.kv_heads={config.kv_heads} with model.heads={heads}; "
-            "model.kv_heads=0 would fit",
-        )
-        require(
-            dims % 2 == 0,
-            f"GPT-NeoX turns pairs of a quarter of a head's dimensions, and model.hidden={config.hidden} / "
-            f"model.heads={heads} leaves {config.head_dim} of them; a multiple of 8 would fit",
+            config.key_value_heads == config.heads,
+            f"GPT-NeoX has keys and values for each head: model.kv_heads={config.kv_heads} with "
+            f"model.heads={config.heads}; model.kv_heads=0 would fit",
         )
         return (
             vocabulary(config, "gpt_neox.embed_in.weight", "embed_out.weight"),
@@ -67,18 +57,18 @@ class GPTNeoX(Architecture):
             *layer_norm("final_norm", "", "gpt_neox.final_layer_norm"),
         )
 
-    def layer(self, p: Params, x: jax.Array, c: LayerContext) -> jax.Array:
-        dim, theta = c.config.head_dim, c.config.rope_theta
+    def layer(self, p: Params, x: "jax.Array", c: "LayerContext") -> "jax.Array":
+        dim, turns = c.config.head_dim, nn.turns(c.config, share=ROTARY)
         h = nn.enter(nn.norm(p["ln1"], x, c.config.norm_epsilon), c.group)
-        q, k, v = jnp.split(nn.heads(nn.columns(p["qkv"], h, "qkv"), 3 * dim), 3, axis=-1)
-        attended = nn.rows(p["out"], nn.attend(turned(q, theta), turned(k, theta), v, c), c.group)
+        qkv = nn.heads(nn.columns(p["qkv"], h, "qkv"), 3 * dim)
+        q, k, v = (qkv[..., i * dim : (i + 1) * dim] for i in range(3))
+        attended = nn.rows(p["out"], nn.attend(nn.rotate(q, turns), nn.rotate(k, turns), v, c), c.group)
 
         h = nn.enter(nn.norm(p["ln2"], x, c.config.norm_epsilon), c.group)
-        wide = jax.nn.gelu(nn.columns(p["up"], h, "up").astype(jnp.float32), approximate=False).astype(x.dtype)
+        wide = nn.exact_gelu(nn.columns(p["up"], h, "up"))
         return x + nn.dropped(attended, c, 1) + nn.dropped(nn.rows(p["down"], wide, c.group), c, 2)
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
-        rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": ROTARY}
         return {
             "architectures": ["GPTNeoXForCausalLM"],
             "hidden_size": config.hidden,
@@ -89,14 +79,16 @@ class GPTNeoX(Architecture):
             "layer_norm_eps": config.norm_epsilon,
             "rotary_pct": ROTARY,
             "rotary_emb_base": config.rope_theta,
-            "rope_parameters": rope,
+            **rotary.to_huggingface(config, partial_rotary_factor=ROTARY),
             "use_parallel_residual": True,
             "hidden_act": "gelu",
             "attention_bias": True,
         }
 
     def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        share = values.get("rotary_pct", ROTARY)
+        base = values.get("rotary_emb_base", 10_000.0)
+        theta, scaling, share = rotary.from_huggingface({"partial_rotary_factor": share, **values}, base)
         fields = {
             "layers": values["num_hidden_layers"],
             "hidden": values["hidden_size"],
@@ -105,13 +97,12 @@ class GPTNeoX(Architecture):
             "intermediate": values["intermediate_size"],
             "tied_head": values.get("tie_word_embeddings", False),
             "norm_epsilon": values.get("layer_norm_eps", 1e-5),
-            "rope_theta": rope.get("rope_theta", values.get("rotary_emb_base", 10_000.0)),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
         }
-        share = rope.get("partial_rotary_factor", values.get("rotary_pct", ROTARY))
         return fields, {
             "rotary_pct": (share, (ROTARY,)),
             "use_parallel_residual": (values.get("use_parallel_residual", True), (True,)),
             "hidden_act": (values.get("hidden_act", "gelu"), ("gelu",)),
             "attention_bias": (values.get("attention_bias", True), (True,)),
-            "rope_type": (rope.get("rope_type", rope.get("type", "default")), ("default",)),
         }

@@ -22,8 +22,8 @@ class AxisSpec:
         dims: logical dims of parameters that it splits, see paxtrain/model/spec.py. Layers run their collectives over
             it by `LayerContext.group.over(name)`; those that only know tensor do not.
         batch: whether its positions take different sequences of the batch.
-        sums: (MeshConfig, names of a parameter that the axis does not split) -> whether the parameter's gradients are
-            summed over the axis at the end of a step. Those over data are reduced before, see
+        sums: (MeshConfig, names and dims of a parameter that the axis does not split) -> whether the parameter's
+            gradients are summed over the axis at the end of a step. Those over data are reduced before, see
             paxtrain/parallel/reduction.py.
         inside: whether its devices share a host, since every layer waits for their collectives. Placement seats the
             devices of all such axes together, and may separate those of others.
@@ -34,14 +34,14 @@ class AxisSpec:
     most: int = 1024
     dims: tuple[str, ...] = ()
     batch: bool = False
-    sums: Callable[[Any, tuple[str, ...]], bool] = lambda mesh, names: False
+    sums: Callable[[Any, tuple[str, ...], tuple[str, ...]], bool] = lambda mesh, names, dims: False
     inside: bool = False
     waits: Literal["layer", "step"] = "step"
 
 
-def _sums_over_tensor(mesh: Any, names: tuple[str, ...]) -> bool:
-    """Each device has the gradients of a part of the sequence, but those of the embedding are of all of it."""
-    return mesh.sequence_parallel and names[0] != "embedding"
+def _sums_over_tensor(mesh: Any, names: tuple[str, ...], dims: tuple[str, ...]) -> bool:
+    """Each device has the gradients of a part of the sequence, except the embedding's, or of a part of the heads."""
+    return (mesh.sequence_parallel and names[0] != "embedding") or "head" in dims
 
 
 AXES = {

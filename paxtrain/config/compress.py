@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from paxtrain.config.checks import OUT, Checked, bounded, choice, numbers, positive, require
-from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, CodecOptions
+from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, OptionValues
 from paxtrain.errors import whole
 
 SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
@@ -24,7 +24,7 @@ class PlaceConfig(Checked):
     """
 
     codec: str = ""
-    options: CodecOptions = NO_OPTIONS
+    options: OptionValues = NO_OPTIONS
 
     depth = 2
     place, asked = "", ""  # name of the place, and of the setting that says what is compressed

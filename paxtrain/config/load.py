@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from paxtrain.config.checks import require, shown
 from paxtrain.config.compress import CompressConfig, moved
 from paxtrain.config.config import Config
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
 from paxtrain.files import find, read_json
 
@@ -45,8 +45,8 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             kwargs[key] = read_section(hint, value, name)
             continue
-        if hint is CodecOptions and hasattr(value, "items"):
-            value = CodecOptions(value.items())
+        if hint is OptionValues and hasattr(value, "items"):
+            value = OptionValues(value.items())
         if hint is float and type(value) is int:
             require(abs(value) <= sys.float_info.max, f"{name} must be a finite number, got {shown(value)}")
             value = float(value)

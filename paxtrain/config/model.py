@@ -1,35 +1,17 @@
-"""The model section of the configuration: the shape of a GPT-2 or a Llama, its dtype and its attention."""
+"""The model section of the configuration: an architecture, its shape, its dtype and its attention."""
 
 import dataclasses
 import math
+import pathlib
+import pkgutil
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from paxtrain.config.axes import AXES, TENSOR, parts
 from paxtrain.config.checks import Checked, bounded, choice, each, multiples_near, near, positive, require
+from paxtrain.config.options import NO_OPTIONS, OptionValues
 
-
-class Family(NamedTuple):
-    """Facts of an architecture for which rules, and plans for other trainers, ask.
-
-    Attributes:
-        rotary: positions turn pairs of a head's dims, by rope_theta; otherwise they are learned.
-        gated: the feed-forward part is SwiGLU; otherwise GELU.
-        biases: kernels have biases, and norms are LayerNorm; otherwise RMSNorm.
-        grouped: keys and values may have fewer heads than queries.
-    """
-
-    rotary: bool
-    gated: bool
-    biases: bool
-    grouped: bool
-
-
-FAMILIES = {
-    "gpt2": Family(rotary=False, gated=False, biases=True, grouped=False),
-    "llama": Family(rotary=True, gated=True, biases=False, grouped=True),
-}
-_OWN = Family(rotary=False, gated=False, biases=False, grouped=True)  # rules out nothing: its table says what it has
+_FOLDER = str(pathlib.Path(__file__).parents[1] / "architectures")
+FAMILIES = tuple(sorted(one.name for one in pkgutil.iter_modules([_FOLDER])))  # by their files
 MOST_VOCABULARY = 2**24  # ids
 MOST_MULTIPLE = 2**16  # of vocab_multiple
 
@@ -38,22 +20,24 @@ FLASH_CAPABILITY = (8, 0)  # CUDA compute capability from which on cuDNN has fla
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Checked):
-    """A GPT-2 or a Llama architecture, see paxtrain.model.gpt2 and llama.
+    """An architecture and its shape.
 
     Attributes:
-        family: one of FAMILIES. "gpt2": learned positions, LayerNorm, GELU, biases. "llama": rotary positions, RMSNorm,
-            SwiGLU, no biases.
+        family: one of FAMILIES, each a file in paxtrain/architectures.
         vocab_size: number of token ids. The table is padded to a multiple of `vocab_multiple` on every mesh, so that
             checkpoints fit every mesh; padded rows never receive probability.
         layers: number of layers, L.
         hidden: size of a token's activations, H.
         heads: number of attention heads of each layer.
         kv_heads: heads of keys and values, each shared by heads/kv_heads queries; 0: as many as heads.
+        head_size: size of a head, D; 0: hidden / heads.
         intermediate: size of the feed-forward part; 0: 4 * hidden.
         sequence: tokens of a sample, S.
         vocab_multiple: divisor of the rows of the padded tables.
         tied_head: whether the head uses the embedding's table.
         rope_theta: base of the rotary angles.
+        rope_scaling: change of the angles for longer sequences, as Hugging Face's config.json says it, such as
+            {"rope_type": "linear", "factor": 4.0}; see paxtrain.model.rotary.
         norm_epsilon: addend of a norm's variance or mean square.
         embedding_dropout: dropout rate after the embedding (GPT-2's embd_pdrop).
         residual_dropout: dropout rate on both residual branches (GPT-2's resid_pdrop).
@@ -63,6 +47,7 @@ class ModelConfig(Checked):
         separator: id of the token with which documents begin; -1: all tokens of a sample are one document. A token that
             ends documents serves as well, as the first token of the next one. Attention stays within a document, and
             positions count from its beginning.
+        options: further values of the architecture, named by its `options`.
         module: architecture of one's own in place of the family's, as package.module:Class.
     """
 
@@ -72,57 +57,48 @@ class ModelConfig(Checked):
     hidden: int = 128
     heads: int = 4
     kv_heads: int = 0
+    head_size: int = 0
     intermediate: int = 0
     sequence: int = 128
     vocab_multiple: int = 128
     tied_head: bool = True
     rope_theta: float = 10_000.0
+    rope_scaling: OptionValues = NO_OPTIONS
     norm_epsilon: float = 1e-5
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     dtype: str = "bfloat16"
     attention: str = "auto"
     separator: int = -1
+    options: OptionValues = NO_OPTIONS
     module: str = ""
 
     def check(self) -> None:
         choice("model.family", self.family, tuple(FAMILIES))
         # Ten to a hundred times what the largest published models have.
         sizes = {"layers": 4096, "hidden": 2**18, "heads": 2**13, "kv_heads": 2**13, "intermediate": 2**20}
+        sizes["head_size"] = 2**13
         bounded("model", self, vocab_size=MOST_VOCABULARY, vocab_multiple=MOST_MULTIPLE, sequence=2**24, **sizes)
         positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
         positive("model", self, "rope_theta", "norm_epsilon")
-        for name in ("kv_heads", "intermediate"):
+        for name in ("kv_heads", "head_size", "intermediate"):
             require(getattr(self, name) >= 0, f"model.{name} must not be negative, got {getattr(self, name)}")
         for name in ("embedding_dropout", "residual_dropout"):
             rate = getattr(self, name)
             require(0 <= rate < 1, f"model.{name} must be in [0, 1), got {rate}")
         choice("model.dtype", self.dtype, ("bfloat16", "float32"))
         choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
-        pairs = 2 if self.traits.rotary else 1
-        heads = near(self.hidden // pairs, self.heads, lambda n: n % (self.kv_heads or n) == 0)
-        shapes = each("model.heads", heads), each("model.hidden", multiples_near(pairs * self.heads, self.hidden))
+        heads = near(self.hidden, self.heads, lambda n: n % (self.kv_heads or n) == 0)
         require(
-            self.hidden % self.heads == 0,
+            self.head_size > 0 or self.hidden % self.heads == 0,
             f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}",
-            *shapes,
+            each("model.heads", heads),
+            each("model.hidden", multiples_near(self.heads, self.hidden)),
         )
         require(
             self.heads % self.key_value_heads == 0,
             f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}",
             each("model.kv_heads", near(self.heads, self.key_value_heads)),
-        )
-        require(
-            self.traits.grouped or self.key_value_heads == self.heads,
-            f"model.kv_heads={self.kv_heads} needs model.family=llama, got {self.family}",
-            {"model.family": "llama"},
-            {"model.kv_heads": 0},
-        )
-        require(
-            not self.traits.rotary or self.head_dim % 2 == 0,
-            f"model.family={self.family} turns pairs of a head's dimensions, and model.hidden={self.hidden} / "
-            f"model.heads={self.heads} leaves {self.head_dim} of them",
-            *reversed(shapes),
         )
         require(
             -1 <= self.separator < self.vocab_size,
@@ -149,11 +125,6 @@ class ModelConfig(Checked):
         return dataclasses.replace(self, attention="cudnn" if fits else "xla")
 
     @property
-    def traits(self) -> Family:
-        """Facts of its architecture for which rules ask."""
-        return _OWN if self.module else FAMILIES[self.family]
-
-    @property
     def fits_flash(self) -> bool:
         """True if cuDNN has flash attention for this shape; its masks need an even sequence."""
         small = self.head_dim % 8 == 0 and self.head_dim <= 128
@@ -172,7 +143,7 @@ class ModelConfig(Checked):
     @property
     def head_dim(self) -> int:
         """Size of an attention head, D."""
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
     @property
     def key_value_heads(self) -> int:

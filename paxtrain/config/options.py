@@ -1,4 +1,4 @@
-"""Options of codecs in the configuration, and the places that have codecs."""
+"""Options of codecs and of architectures in the configuration, and the places that have codecs."""
 
 PLACES = ("backward", "forward", "data")  # what can go through a codec, low rank's or another
 LINKED = ("backward", "forward")  # those of the messages between stages, which may be compressed on some links only
@@ -7,11 +7,11 @@ PROBED = (*PLACES, "embedding")  # what a probe of the loss can tell of
 REDUCED = ("data", "outer")  # what a reducer can take in place of a codec
 
 
-class CodecOptions(dict):
-    """Values by option of a codec. It is hashable, so it must not be changed."""
+class OptionValues(dict):
+    """Values by option. It is hashable, so it must not be changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]  # a dict has none
         return hash(frozenset(self.items()))
 
 
-NO_OPTIONS = CodecOptions()
+NO_OPTIONS = OptionValues()

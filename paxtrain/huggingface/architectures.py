@@ -1,10 +1,11 @@
 """Conversion between the canonical parameters and the names and shapes of Hugging Face's transformers.
 
 The architecture's table says what is what there. Files hold kernels as matrices and biases as vectors, and often two
-arrays for a stacked one of ours (keys and values, gate and up). Only our vocabulary is padded. Both pair rotary dims i
-and i + D/2.
+arrays for a stacked one of ours (keys and values, gate and up), or one for several of ours. Only our vocabulary is
+padded. Both pair rotary dims i and i + D/2.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -12,22 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from paxtrain import architectures as others
 from paxtrain.config import ModelConfig, read_section
+from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError
-from paxtrain.model.imported import imported
-from paxtrain.model.parameters import ARCHITECTURES, architecture, by_names, stack, stacked, table, tree
+from paxtrain.model.imported import shipped
+from paxtrain.model.parameters import architecture, by_names, stack, stacked, table, tree
 from paxtrain.model.spec import Architecture, Parameter, Params
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @functools.cache
-def _known() -> dict[str, tuple[dict[str, object], Architecture]]:
-    """Return by model_type the field of ModelConfig that says the architecture, and the architecture."""
-    found: list[tuple[dict[str, object], Architecture]] = [({"family": x}, one) for x, one in ARCHITECTURES.items()]
-    found += [({"module": path}, imported(path)) for path in others.paths()]
-    return {kind: entry for entry in found for kind in entry[1].model_types}
+def _known() -> dict[str, str]:
+    """Return the families by model_type."""
+    return {kind: family for family in FAMILIES for kind in shipped(family).model_types}
 
 
 # --- Arrays -----------------------------------------------------------------------------------------------------------
@@ -71,7 +70,10 @@ def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
         parts = [x] if axis is None else list(np.moveaxis(x, axis, 0))
         for name, part in zip(p.sources, parts, strict=True):
             part = part[: config.vocab_size] if p.own[0] == "vocab" else part.reshape(_shapes(p, config)[1])
-            found[name.format(layer)] = np.ascontiguousarray(part.T if p.transposed else part)
+            name = name.format(layer)
+            before = [found[name].T if p.transposed else found[name]] if name in found else []
+            whole = np.concatenate([*before, part], axis=-1)  # rows of one array follow each other by outputs
+            found[name] = np.ascontiguousarray(whole.T if p.transposed else whole)
 
     arrays = [(p, params[p.names[0]]) for p in table(config)]
     for p, entry in arrays:
@@ -97,6 +99,9 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
         UserError: an array has another shape than the architecture's, is quantized, or has numbers that are not finite.
     """
     require_names(config)
+    sharing = collections.defaultdict[str, list[Parameter]](list)  # of one array of the files
+    for p in table(config):
+        sharing[p.files].append(p)
 
     def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array as float32, if it has the shape."""
@@ -123,7 +128,13 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
             return np.pad(x, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
         if p.own[0] == "positions":  # of a shorter sequence the first positions are the same
             return checked(name, (positions or there[0], *there[1:]))[: there[0]]
-        return (checked(name, there[::-1]).T if p.transposed else checked(name, there)).reshape(here)
+        rows = sharing[p.files]
+        if len(rows) == 1:
+            return (checked(name, there[::-1]).T if p.transposed else checked(name, there)).reshape(here)
+        ends = np.cumsum([_shapes(row, config)[1][-1] for row in rows])
+        there, end, size = (*there[:-1], int(ends[-1])), ends[rows.index(p)], there[-1]
+        x = checked(name, there[::-1]).T if p.transposed else checked(name, there)
+        return x[..., end - size : end].reshape(here)
 
     def joined(p: Parameter, layer: int = 0) -> np.ndarray:
         parts = [one(p, name.format(layer)) for name in p.sources]
@@ -173,13 +184,13 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in _known():
         raise UserError(f"{where} is of model_type {kind!r}; {', '.join(_known())} can be imported")
-    field, one = _known()[kind]
+    family = _known()[kind]
     if quantized := values.get("quantization_config"):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise UserError(f"{where} is of a quantized model ({method}); import the one that it was made of")
     try:
-        fields, demands = one.from_huggingface(values)
-        fields = {**field, "vocab_size": values["vocab_size"], **fields}
+        fields, demands = shipped(family).from_huggingface(values)
+        fields = {"family": family, "vocab_size": values["vocab_size"], **fields}
     except KeyError as error:
         raise UserError(f"{where} lacks {error.args[0]}; is it the config.json of a {kind} model?") from error
     except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
@@ -190,7 +201,11 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
                 f"{where} says {name}={value!r}, which is not implemented; "
                 f"{' or '.join(repr(x) for x in known)} would work"
             )
-    read_section(ModelConfig, fields, f"{where}: model")
+    model = read_section(ModelConfig, fields, f"{where}: model")
+    try:
+        table(model)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     _check_special(values, where)
     return fields
 

@@ -15,12 +15,18 @@ from paxtrain.data.tokenizer import load
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
 from paxtrain.huggingface.files import CONFIG, ModelArrays, read_json, write_json
+from paxtrain.model import parameters
 from paxtrain.run import checkpoint, checkpoint_reading, sampling
 
 
 def _check_architecture(config: Config, fields: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Require that the configuration's model is the one whose `fields` the folder has."""
     mine, theirs = dataclasses.asdict(config.model) | sampling.architecture(config.model), dict(fields)
+    usual = parameters.architecture(config.model).options if mine["family"] == theirs["family"] else {}
+    for name, known in (("options", usual), ("rope_scaling", {})):
+        own, other = mine.pop(name, {}), theirs.pop(name, {})
+        mine |= {f"{name}.{key}": own.get(key, known.get(key)) for key in (*own, *other)}
+        theirs |= {f"{name}.{key}": other.get(key, known.get(key)) for key in (*own, *other)}
     if mine["vocab_size"] > theirs["vocab_size"]:  # tokens that were added; the tables get rows
         del theirs["vocab_size"]
     if mine["sequence"] < theirs.get("sequence", 0):  # the first positions are the same

@@ -23,9 +23,16 @@ PIECE = 2048
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def project(x: jax.Array, table: jax.Array) -> jax.Array:
-    """Return the logits of x [..., H] and a table [V, H], accumulated and returned in float32."""
-    return jnp.einsum("...h,vh->...v", x, table, preferred_element_type=jnp.float32)
+def project(x: jax.Array, table: jax.Array, cap: float = 0.0) -> jax.Array:
+    """Return the logits of x [..., H] and a table [V, H], accumulated and returned in float32.
+
+    Args:
+        x: [..., H].
+        table: [V, H].
+        cap: c of logits that are c tanh(logits / c); 0: they are as they are.
+    """
+    logits = jnp.einsum("...h,vh->...v", x, table, preferred_element_type=jnp.float32)
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def _once(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -53,10 +60,12 @@ def _largest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 class _PieceLogits:
     """The logits of a piece of tokens, with what their loss and their gradient need."""
 
-    def __init__(self, x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None) -> None:
-        rows = table.shape[0]
+    def __init__(
+        self, x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None, cap: float
+    ) -> None:
+        rows, self.cap = table.shape[0], cap
         ids = jnp.arange(rows) + (lax.axis_index(axis) * rows if axis else 0)
-        logits = project(x, table)
+        logits = project(x, table, cap)
         # Padding gets no probability. A finite number, because the difference of two infinities is none.
         self.logits = jnp.where(ids < vocab_size, logits, _LOWEST)
         self.local, self.here = local_ids(targets, rows, axis)
@@ -72,7 +81,9 @@ class _PieceLogits:
     def gradient(self, scale: float) -> jax.Array:
         """Return the gradient of `scale` times the loss with respect to the logits, float32."""
         wanted = (jnp.arange(self.logits.shape[1]) == self.local[:, None]) & self.here[:, None]
-        return (jnp.exp(self.logits - self.normalizer[:, None]) - wanted) * scale
+        g = (jnp.exp(self.logits - self.normalizer[:, None]) - wanted) * scale
+        # Padding's logits are far below the cap.
+        return g * (1 - jnp.square(jnp.clip(self.logits / self.cap, -1, 1))) if self.cap else g
 
 
 def _pieces(x: jax.Array, targets: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
@@ -83,7 +94,9 @@ def _pieces(x: jax.Array, targets: jax.Array) -> tuple[tuple[jax.Array, jax.Arra
     return stacked, (x[whole:], targets[whole:])
 
 
-def losses(x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None) -> jax.Array:
+def losses(
+    x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None, cap: float = 0.0
+) -> jax.Array:
     """Return the sum of all tokens' cross-entropy, in nats.
 
     Args:
@@ -92,10 +105,11 @@ def losses(x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, 
         targets: token ids, int [...].
         vocab_size: number of token ids; ids from here on are padding and get no probability.
         axis: mesh axis that splits the vocabulary; None: it is whole.
+        cap: see `project`.
     """
 
     def add(total: jax.Array, piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return total + _PieceLogits(piece[0], table, piece[1], vocab_size, axis).loss, None
+        return total + _PieceLogits(piece[0], table, piece[1], vocab_size, axis, cap).loss, None
 
     stacked, rest = _pieces(x.reshape(-1, x.shape[-1]), targets.reshape(-1))
     total = jnp.float32(0)
@@ -112,12 +126,14 @@ def losses_and_gradients(
     axis: str | None,
     scale: float,
     total: jax.Array,
+    cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the sum of all tokens' cross-entropy, see `losses`, and the gradients of `scale` times this sum.
 
     Args:
         scale: factor of the gradients.
         total: accumulator of the table's gradient, float32 [V/T, H].
+        cap: see `project`.
 
     Returns:
         The sum; the gradient of x, this rank's part of a sum over the axis; and the accumulator with the table's
@@ -127,7 +143,7 @@ def losses_and_gradients(
     def add(carry: tuple, piece: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         loss, total = carry
         own, targets = piece
-        found = _PieceLogits(own, table, targets, vocab_size, axis)
+        found = _PieceLogits(own, table, targets, vocab_size, axis, cap)
         # In the compute dtype, so that both products run at its speed.
         g = found.gradient(scale).astype(x.dtype)
         total = total + jnp.einsum("tv,th->vh", g, own, preferred_element_type=jnp.float32)
@@ -144,22 +160,24 @@ def losses_and_gradients(
     return carry[0], jnp.concatenate(gradients).reshape(x.shape), carry[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def cross_entropy(x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def cross_entropy(
+    x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None, cap: float = 0.0
+) -> jax.Array:
     """Return the mean cross-entropy of all tokens, in nats; the arguments are those of `losses`."""
-    return losses(x, table, targets, vocab_size, axis) / targets.size
+    return losses(x, table, targets, vocab_size, axis, cap) / targets.size
 
 
 def _forward(
-    x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None
+    x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None, cap: float
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     nothing, scale = jnp.zeros(table.shape, jnp.float32), 1 / targets.size
-    loss, own, total = losses_and_gradients(x, table, targets, vocab_size, axis, scale, nothing)
+    loss, own, total = losses_and_gradients(x, table, targets, vocab_size, axis, scale, nothing, cap)
     return loss / targets.size, (own, total.astype(table.dtype))
 
 
 def _backward(
-    vocab_size: int, axis: str | None, kept: tuple[jax.Array, jax.Array], g: jax.Array
+    vocab_size: int, axis: str | None, cap: float, kept: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     own, total = kept
     return (g * own).astype(own.dtype), (g * total).astype(total.dtype), None

@@ -1,4 +1,4 @@
-"""Architectures of one's own, by package.module:Class, and the check of their tables."""
+"""Architectures by their family, and of one's own by package.module:Class; the check of their tables."""
 
 import collections
 import contextlib
@@ -14,9 +14,19 @@ from typing import get_args
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES, layer_axes
-from paxtrain.config.checks import choice, require
+from paxtrain.config.checks import OUT, choice, require
 from paxtrain.errors import UserError
 from paxtrain.model.spec import Architecture, Aux, Init, Parameter, Role, vocabulary
+
+_OPTIONS = "model.options"
+
+
+@functools.cache
+def shipped(family: str) -> Architecture:
+    """Return the architecture of a family: the class in the file of this name in paxtrain/architectures."""
+    module = importlib.import_module(f"paxtrain.architectures.{family}")  # whose files import this room
+    [kind] = (one for one in vars(module).values() if _is_architecture(one) and one.__module__ == module.__name__)
+    return kind()
 
 
 @functools.cache
@@ -104,9 +114,31 @@ def check(rows: tuple[Parameter, ...], config: ModelConfig) -> None:
         _check_dims(p, config, f"{of}: {p.path}")
         _check_names(p, f"{of}: {p.path}")
     for name, times in collections.Counter(name for p in rows for name in p.sources).items():
-        require(times == 1, f"{of} has the name {name} of Hugging Face's files {times} times; each array needs another")
+        shared = all(p.role in ("kernel", "bias") and len(p.sources) == 1 for p in rows if name in p.sources)
+        require(
+            times == 1 or shared,
+            f"{of} has the name {name} of Hugging Face's files {times} times; only kernels or biases share an array",
+        )
     missing = {"embedding/token", "final_norm/scale"} - {p.path for p in rows}
     require(not missing, f"{of} lacks {' and '.join(sorted(missing))}, which embedding and head need")
+
+
+def check_options(one: Architecture, config: ModelConfig) -> None:
+    """Require that the options of a model are its architecture's, and of the types of their defaults.
+
+    Raises:
+        UserError: they are not.
+    """
+    of = config.module or f"a {config.family}"
+    for name, value in config.options.items():
+        has = ", ".join(one.options) or "no options"
+        require(name in one.options, f"model.options.{name} is no option of {of}, which has {has}", {_OPTIONS: OUT})
+        usual = one.options[name]
+        same = type(value) is type(usual) or (type(usual) is float and type(value) is int)
+        require(
+            same and (isinstance(value, str) or math.isfinite(value)),
+            f"model.options.{name} of {of} must be as {usual!r} is, got {value!r}",
+        )
 
 
 def check_kinds(kinds: tuple[str, ...], rows: tuple[Parameter, ...], config: ModelConfig) -> None:

@@ -4,16 +4,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES, DATA, PIPE, UNSPLIT, AxisSizes
-from paxtrain.model.gpt2 import GPT2
-from paxtrain.model.imported import check, check_aux, check_kinds, errors_of, imported
-from paxtrain.model.llama import Llama
+from paxtrain.model.imported import check, check_aux, check_kinds, check_options, errors_of, imported, shipped
 from paxtrain.model.spec import Architecture, Aux, Parameter, Params
-
-ARCHITECTURES: dict[str, Architecture] = {"gpt2": GPT2(), "llama": Llama()}  # by ModelConfig.family
 
 
 def architecture(config: ModelConfig) -> Architecture:
@@ -22,7 +18,7 @@ def architecture(config: ModelConfig) -> Architecture:
     Raises:
         UserError: it is a class of one's own that cannot be imported, or is no architecture.
     """
-    return imported(config.module) if config.module else ARCHITECTURES[config.family]
+    return imported(config.module) if config.module else shipped(config.family)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -33,6 +29,7 @@ def table(config: ModelConfig) -> tuple[Parameter, ...]:
         UserError: the architecture is one of one's own, and its table cannot be trained.
     """
     one = architecture(config)
+    check_options(one, config)
     with errors_of(config, "parameters()"):
         rows = tuple(one.parameters(config))
     check(rows, config)
@@ -65,6 +62,33 @@ def kinds(config: ModelConfig) -> tuple[str, ...]:
         found = tuple(one.kinds(config))
     check_kinds(found, table(config), config)
     return found
+
+
+class Traits(NamedTuple):
+    """Facts of an architecture for which plans for other trainers ask.
+
+    Attributes:
+        rotary: positions turn pairs of a head's dims; otherwise they are learned, or there are none.
+        gated: the feed-forward part has a gate.
+        biases: some parameters are biases.
+        grouped: keys and values may have fewer heads than queries.
+    """
+
+    rotary: bool
+    gated: bool
+    biases: bool
+    grouped: bool
+
+
+def traits(config: ModelConfig) -> Traits:
+    """Return the facts of a model's architecture, as its table has them."""
+    rows = table(config)
+    return Traits(
+        rotary=not any("positions" in p.own for p in rows),
+        gated=any(p.own[1:] == ("2", "ffn") for p in rows),
+        biases=any(p.role == "bias" for p in rows),
+        grouped=any("kv_heads" in p.dims for p in rows),
+    )
 
 
 def differ(config: ModelConfig) -> bool:

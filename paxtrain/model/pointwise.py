@@ -5,7 +5,7 @@ kernels that need them. Everything is computed in float32 and rounded once.
 
 References:
     Ba et al. 2016, Layer Normalization; Zhang and Sennrich 2019, RMSNorm.
-    Hendrycks and Gimpel 2016, GELU; Shazeer 2020, SwiGLU.
+    Hendrycks and Gimpel 2016, GELU; Shazeer 2020, SwiGLU and GEGLU.
 """
 
 import functools
@@ -14,6 +14,8 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from paxtrain.model.tensor_parallel import Group, total
 
 NormParams = dict[str, jax.Array]
 
@@ -69,6 +71,21 @@ def _norm_backward(epsilon: float, kept: tuple, g: jax.Array) -> tuple[NormParam
 norm.defvjp(_norm_forward, _norm_backward)
 
 
+def split_norm(p: NormParams, x: jax.Array, epsilon: float, group: Group) -> jax.Array:
+    """Return the RMSNorm of x [B, S, F/T] over a dim that tensor splits.
+
+    Args:
+        p: scale [F/T].
+        x: [B, S, F/T].
+        epsilon: added to the mean square.
+        group: the split of the layer.
+    """
+    wide = x.astype(jnp.float32)
+    size = x.shape[-1] * (lax.axis_size(group.axis) if group.axis else 1)
+    squares = total(jnp.square(wide).sum(axis=-1, keepdims=True), group.axis)
+    return (wide * lax.rsqrt(squares / size + epsilon) * p["scale"]).astype(x.dtype)
+
+
 @jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
     """Return GELU of x, in its approximation by tanh."""
@@ -88,6 +105,29 @@ gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
 
 @jax.custom_vjp
+def exact_gelu(x: jax.Array) -> jax.Array:
+    """Return GELU of x, by the error function."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+def _exact_gelu_backward(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    x, g = lax.optimization_barrier((x, g))
+    wide = x.astype(jnp.float32)
+    density = jnp.exp(-0.5 * jnp.square(wide)) / math.sqrt(2 * math.pi)
+    slope = 0.5 * (1 + lax.erf(wide / math.sqrt(2))) + wide * density
+    return ((g.astype(jnp.float32) * slope).astype(x.dtype),)
+
+
+exact_gelu.defvjp(lambda x: (exact_gelu(x), x), _exact_gelu_backward)
+
+
+def _gelu(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return GELU of x by tanh, and its slope."""
+    tanh = jnp.tanh(_SLOPE * (x + _CUBIC * x**3))
+    return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * _SLOPE * (1 + 3 * _CUBIC * x * x)
+
+
+@jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """Return silu(gate) * up [B, S, F] of both [B, S, 2, F]."""
     gate, up = gate_up[:, :, 0].astype(jnp.float32), gate_up[:, :, 1].astype(jnp.float32)
@@ -103,3 +143,20 @@ def _swiglu_backward(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
 
 
 swiglu.defvjp(lambda gate_up: (swiglu(gate_up), gate_up), _swiglu_backward)
+
+
+@jax.custom_vjp
+def geglu(gate_up: jax.Array) -> jax.Array:
+    """Return gelu(gate) * up [B, S, F] of both [B, S, 2, F], with GELU's approximation by tanh."""
+    gate, up = gate_up[:, :, 0].astype(jnp.float32), gate_up[:, :, 1].astype(jnp.float32)
+    return (_gelu(gate)[0] * up).astype(gate_up.dtype)
+
+
+def _geglu_backward(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    gate_up, g = lax.optimization_barrier((gate_up, g))
+    gate, up = gate_up[:, :, 0].astype(jnp.float32), gate_up[:, :, 1].astype(jnp.float32)
+    g, (value, slope) = g.astype(jnp.float32), _gelu(gate)
+    return (jnp.stack((g * up * slope, g * value), axis=2).astype(gate_up.dtype),)
+
+
+geglu.defvjp(lambda gate_up: (geglu(gate_up), gate_up), _geglu_backward)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import paxtrain.model as nn  # whose names import jax when they are first used
@@ -31,7 +32,8 @@ class Parameter:
         dims: a word for each dim, such as "layers embed 3 heads*head": a logical name, names with * between, a number.
             An axis splits the dim that begins with a name of its record (paxtrain/config/axes.py); no array has two.
         files: names in Hugging Face's files, with {} for the layer's number. Several arrays are stacked here, along the
-            dim that is a number or "tables".
+            dim that is a number or "tables". Rows with the same name share its array, one behind the other along
+            its outputs.
         role: "kernel" of a matrix product with every token, "norm", "bias", or "table" whose rows are looked up.
         kinds: kinds of the layers that have it; (): all layers.
         init: "normal" N(0, 0.02), "residual" N(0, 0.02 / sqrt(2 L)), "ones" or "zeros".
@@ -146,10 +148,16 @@ class Architecture:
     Attributes:
         model_types: its names in Hugging Face's config.json; the first one is that of exports.
         axes: mesh axes that may split its parameters, since its layers run the collectives over them.
+        options: its further values (--config.model.options.NAME) and what they are by default; `option` returns one.
     """
 
     model_types: tuple[str, ...] = ()
     axes: tuple[str, ...] = (TENSOR,)
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def option(self, config: ModelConfig, name: str) -> Any:
+        """Return the value of one of its options."""
+        return config.options.get(name, self.options[name])
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
         """Return the table of parameters: below "layers" a layer's, below "embedding" and "final_norm" the others."""
@@ -190,6 +198,10 @@ class Architecture:
     def embedding_scale(self, config: ModelConfig) -> float:
         """Return the factor of the tokens' rows of the embedding's table."""
         return 1.0
+
+    def logit_cap(self, config: ModelConfig) -> float:
+        """Return c of the head's logits, c tanh(logits / c); 0: they are as they are."""
+        return 0.0
 
     def head(self, p: Params, y: "jax.Array", c: "LayerContext") -> "jax.Array":
         """Return what is multiplied with the head's table, [B, S, H] in the compute dtype: the normalized y.

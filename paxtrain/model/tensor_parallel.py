@@ -64,6 +64,15 @@ gather.defvjp(lambda x, axis: (gather(x, axis), None), lambda axis, _, g: (scatt
 scatter.defvjp(lambda x, axis: (scatter(x, axis), None), lambda axis, _, g: (gather(g, axis),))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def total(x: jax.Array, axis: str | None) -> jax.Array:
+    """Sum what each rank needs of all: sum over the axis forward, and backward."""
+    return _sum(x, axis)
+
+
+total.defvjp(lambda x, axis: (total(x, axis), None), lambda axis, _, g: (_sum(g, axis),))
+
+
 class Group(NamedTuple):
     """The split of a layer over devices.
 

@@ -275,6 +275,10 @@ def _head_input(final_norm: Params, y: jax.Array, config: ModelConfig, group: tp
     return tp.enter(parameters.architecture(config).head(final_norm, y, context), group)
 
 
+def _logit_cap(config: ModelConfig) -> float:
+    return parameters.architecture(config).logit_cap(config)
+
+
 @jax.named_scope("head_loss")
 def head_loss(
     final_norm: Params, table: jax.Array, y: jax.Array, targets: jax.Array, config: ModelConfig, group: tp.Group
@@ -290,7 +294,7 @@ def head_loss(
         group: the split of the vocabulary and the sequence.
     """
     x = _head_input(final_norm, y, config, group)
-    return cross_entropy.cross_entropy(x, table, targets, config.vocab_size, group.axis)
+    return cross_entropy.cross_entropy(x, table, targets, config.vocab_size, group.axis, _logit_cap(config))
 
 
 @jax.named_scope("head_loss")
@@ -323,7 +327,7 @@ def head_gradients(
     x, pull = jax.vjp(lambda p, y: _head_input(p, y, config, group), final_norm, y)
     count = targets.size * divisor
     loss, g, total = cross_entropy.losses_and_gradients(
-        x, table, targets, config.vocab_size, group.axis, 1 / count, total
+        x, table, targets, config.vocab_size, group.axis, 1 / count, total, _logit_cap(config)
     )
     norms, g = pull(g)
     return loss / count, norms, total, g
@@ -353,7 +357,7 @@ def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
     params = cast(params, config)
     y, _ = _trunk(params, tokens, config, None)
     x, table = _head_input(params["final_norm"], y, config, tp.WHOLE), head_table(params["embedding"], config)
-    return cross_entropy.project(x, table)[..., : config.vocab_size]
+    return cross_entropy.project(x, table, _logit_cap(config))[..., : config.vocab_size]
 
 
 @functools.partial(jax.named_call, name="plain_loss")

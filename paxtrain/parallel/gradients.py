@@ -219,7 +219,8 @@ def _compressed_layers(
 def sum_over_axes(layout: Layout, tree: Params) -> Params:
     """Sum gradients over the axes whose devices have them of different tokens, in one collective for each axis.
 
-    With sequence parallelism these are the gradients of what tensor does not split, norms and biases.
+    Over tensor these are the gradients of norms inside heads and, with sequence parallelism, of all norms and biases
+    that it does not split.
 
     Args:
         layout: Layout of the parameters.
@@ -230,7 +231,7 @@ def sum_over_axes(layout: Layout, tree: Params) -> Params:
     rows, values = [layout.row(path) for path, _ in leaves], [x for _, x in leaves]
     for axis, size in mesh.sizes.items():
         spec = AXES[axis]
-        apart = [row.split_by(axis) is None and spec.sums(mesh, row.names) for row in rows]
+        apart = [row.split_by(axis) is None and spec.sums(mesh, row.names, row.own) for row in rows]
         parts = [i for i, sums in enumerate(apart) if sums and size > 1]
         run = functools.partial(lax.psum, axis_name=axis)
         for i, total in zip(parts, packed(run, [values[i] for i in parts]), strict=True):

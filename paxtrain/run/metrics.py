@@ -23,15 +23,16 @@ _HUGE = 1e300  # above all scalars; some integers in JSON are too large for a fl
 
 
 def flops_per_token(model: ModelConfig) -> float:
-    """Return the FLOPs of forward and backward for one token: 6 N + 12 L H S, or 6 N without attention.
+    """Return the FLOPs of forward and backward for one token: 6 N + 12 L A S, or 6 N without attention.
 
-    N counts every parameter that a token is multiplied with, see `parameters.multiplied`. Attention is counted in full,
-    although a causal kernel does half of it. Recomputation is not counted.
+    N counts every parameter that a token is multiplied with, see `parameters.multiplied`; A is the width of all heads.
+    Attention is counted in full, although a causal kernel does half of it. Recomputation is not counted.
 
     References:
         Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
     """
-    attention = 12.0 * model.layers * model.hidden * model.sequence if parameters.attends(model) else 0.0
+    width = model.heads * model.head_dim if parameters.attends(model) else 0
+    attention = 12.0 * model.layers * width * model.sequence
     return 6.0 * parameters.multiplied(model) + attention
 
 

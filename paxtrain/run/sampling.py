@@ -25,11 +25,13 @@ CHECKPOINTS = "checkpoints"
 
 def architecture(config: ModelConfig) -> dict[str, str | int | float]:
     """Return the settings that two checkpoints must share so that their arrays have the same meaning."""
-    free = {"dtype", "attention", "separator", "embedding_dropout", "residual_dropout", "rope_theta"}
+    free = {"dtype", "attention", "separator", "embedding_dropout", "residual_dropout", "rope_theta", "rope_scaling"}
     if not any("positions" in p.own for p in parameters.table(config)):  # rotary positions have no end
         free.add("sequence")
     values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
-    return {name: value for name, value in values.items() if name not in free and (name != "module" or value)}
+    values["head_size"] = 0 if config.heads * config.head_dim == config.hidden else config.head_dim
+    later = ("module", "head_size", "options")  # which checkpoints of older versions do not name
+    return {name: value for name, value in values.items() if name not in free and (name not in later or value)}
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from paxtrain.config import CompressConfig, Config
-from paxtrain.config.options import LINKED, CodecOptions
+from paxtrain.config.options import LINKED, OptionValues
 from paxtrain.devices.datasheets import datasheet
 from paxtrain.model import parameters
 from paxtrain.parallel.compression.settled import Compression
@@ -129,7 +129,7 @@ def variants(
             if point.rank:
                 changes["rank"] = point.rank
             else:
-                changes |= {"codec": point.codec, "options": CodecOptions(point.options)}
+                changes |= {"codec": point.codec, "options": OptionValues(point.options)}
             changes |= {"inside": part.inside, "rank_min": 1} if place == "data" else {"links": part.links}
             compress = c.changed(**{place: changes})
             name = f"{axis}: {point.label}"

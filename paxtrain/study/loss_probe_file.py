@@ -14,7 +14,7 @@ from typing import Any
 from paxtrain import files
 from paxtrain.config.checks import MOST, shown
 from paxtrain.config.compress import LOW_RANK
-from paxtrain.config.options import NO_OPTIONS, PLACES, PROBED, CodecOptions
+from paxtrain.config.options import NO_OPTIONS, PLACES, PROBED, OptionValues
 from paxtrain.errors import UserError
 
 VERSION = 1
@@ -46,7 +46,7 @@ class ProbedCodec:
     codec: str
     losses: tuple[float, ...]
     rank: int = 0
-    options: CodecOptions = NO_OPTIONS
+    options: OptionValues = NO_OPTIONS
 
     @property
     def label(self) -> str:
@@ -204,7 +204,7 @@ def _codec(name: str, values: object) -> ProbedCodec:
         if not all(isinstance(one, int | float | str) for one in (value if isinstance(value, tuple) else (value,))):
             raise UserError(f"{name}.options.{key} must be a number, a text or a list of these, got {value!r}")
     losses = _numbers(f"{name}.losses", found["losses"])
-    return ProbedCodec(found["place"], found["codec"], losses, found["rank"], CodecOptions(options))
+    return ProbedCodec(found["place"], found["codec"], losses, found["rank"], OptionValues(options))
 
 
 def _checked(name: str, values: object, keys: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from paxtrain.config import ModelConfig
-from paxtrain.config.axes import TENSOR, UNSPLIT, layer_sizes
+from paxtrain.config import MeshConfig, ModelConfig
+from paxtrain.config.axes import AXES, TENSOR, UNSPLIT, layer_sizes
 from paxtrain.model import parameters, tensor_parallel, transformer
-from paxtrain.model.spec import Params, Scalars
+from paxtrain.model.spec import Parameter, Params, Scalars
 
 TOLERANCE = 1e-4  # of the largest value; all is computed in float32
 ROUNDING = 1e-3  # a gradient below this part of the largest one may be rounding, as that of a bias of keys
@@ -165,18 +165,21 @@ def _split(checked: _CheckedLayer, sequence: bool) -> None:
     transformer.check_layer(config, layer_sizes({TENSOR: tensor}), sequence)
     known = {p.names[1:]: p for p in parameters.table(config) if p.lead == "layers"}
 
-    def split(path: tuple) -> int | None:
-        return known[tuple(entry.key for entry in path)].split_by(TENSOR)
+    mesh = MeshConfig(tensor=tensor, sequence_parallel=sequence)
+
+    def row(path: tuple) -> Parameter:
+        return known[tuple(entry.key for entry in path)]
 
     def parts(path: tuple, w: jax.Array) -> jax.Array:
-        place = split(path)
+        place = row(path).split_by(TENSOR)
         return jnp.stack([w] * tensor if place is None else jnp.split(w, tensor, axis=place))
 
     def joined(path: tuple, w: jax.Array) -> jax.Array:
-        """Return a weight's gradient; that of one which is not split is summed over the parts of the sequence."""
-        place = split(path)
+        """Return a weight's gradient, summed over the devices if it is not split and each has another part of it."""
+        p = row(path)
+        place = p.split_by(TENSOR)
         if place is None:
-            return w.sum(axis=0) if sequence else w
+            return w.sum(axis=0) if AXES[TENSOR].sums(mesh, p.names, p.own) else w
         return jnp.concatenate(list(w), axis=place)
 
     def tokens(x: jax.Array) -> jax.Array:

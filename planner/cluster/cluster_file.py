@@ -306,7 +306,7 @@ def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
             integer(f"compute row {place}: {key}", row[key])
         for key in (*_SECONDS, *(key for key in _OPTIONAL_SECONDS if key in row)):
             number(f"compute row {place}: {key}", row[key], zero=key not in ("forward", "backward"))
-        known_values = {"kind": kinds, "save": SAVE_MODES, "dtype": ("bfloat16", "float32"), "family": tuple(FAMILIES)}
+        known_values = {"kind": kinds, "save": SAVE_MODES, "dtype": ("bfloat16", "float32"), "family": FAMILIES}
         for key, known in known_values.items():
             path = key == "family" and ":" in str(row.get(key))  # of an architecture of one's own
             if row.get(key, known[0]) not in known and not path:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from compress.policy import LOW_RANK_PASSES, POWER_SGD_PASSES, largest_rank, too_large
 from paxtrain.config import CompressConfig
 from paxtrain.config.axes import DATA
-from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, REDUCED, CodecOptions
+from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, REDUCED, OptionValues
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import Numbers
 
@@ -81,13 +81,13 @@ class Coded:
     inside: int = 1
     error: str = "lazy"
     names: tuple[tuple[str, str], ...] = ()
-    options: tuple[tuple[str, CodecOptions], ...] = ()
+    options: tuple[tuple[str, OptionValues], ...] = ()
 
     def name(self, place: str) -> str:
         """Return what the configuration calls the codec of a place; "" for low rank."""
         return dict(self.names).get(place, "")
 
-    def options_of(self, place: str) -> CodecOptions:
+    def options_of(self, place: str) -> OptionValues:
         """Return the options of a place's codec that are not the default."""
         return dict(self.options).get(place, NO_OPTIONS)
 
@@ -390,7 +390,7 @@ def coded(compress: CompressConfig, tied: bool = True) -> Coded:
     others += [place for place in OTHERS if compress.at(place).codec]
     rank = compress.forward.rank if compress.forward.low_rank and compress.forward.chosen != "none" else 0
     # "explicit" is another form of the same numbers as "lazy".
-    feedback = CodecOptions({"error": "none"}) if compress.error == "none" else NO_OPTIONS
+    feedback = OptionValues({"error": "none"}) if compress.error == "none" else NO_OPTIONS
     options = {place: feedback for place in ("backward", "forward") if compress.at(place).low_rank}
     if not others:
         return Coded(forward_rank=rank, inside=compress.data.inside, error=compress.error, options=_given(options))
@@ -409,7 +409,7 @@ def coded(compress: CompressConfig, tied: bool = True) -> Coded:
         made[place] = Scattered(found) if reduces and not isinstance(found, Reducer) else found
         usual = {field.name: field.default for field in dataclasses.fields(found)}
         values = {key: getattr(found, key) for key in given}
-        options[place] = CodecOptions({key: value for key, value in values.items() if value != usual[key]})
+        options[place] = OptionValues({key: value for key, value in values.items() if value != usual[key]})
     names = tuple((place, compress.at(place).codec) for place in others)
     return Coded(
         **made,
@@ -422,7 +422,7 @@ def coded(compress: CompressConfig, tied: bool = True) -> Coded:
     )
 
 
-def _given(options: Mapping[str, CodecOptions]) -> tuple[tuple[str, CodecOptions], ...]:
+def _given(options: Mapping[str, OptionValues]) -> tuple[tuple[str, OptionValues], ...]:
     """Return the options of the places that have some."""
     return tuple((place, values) for place, values in options.items() if values)
 

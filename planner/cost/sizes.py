@@ -110,7 +110,7 @@ class Sizes:
     def summed(self, axis: str) -> tuple[int, int]:
         """Return the parameters of a stage's layer slots, and of the tables, whose gradients an axis sums."""
         c, sums = self.candidate, AXES[axis].sums
-        some = [p for p in table(self.model) if p.split_by(axis) is None and sums(c, p.names)]
+        some = [p for p in table(self.model) if p.split_by(axis) is None and sums(c, p.names, p.own)]
         shapes = [(len(stack(self.model, p)), p.shape(self.model, c.layer_sizes)) for p in some if p.lead == "layers"]
         layer = sum(layers * math.prod(shape) for layers, shape in shapes) // self.model.layers
         return c.slots * layer, self.embedding_parameters * any(p.own[0] == "vocab" for p in some)

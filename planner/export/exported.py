@@ -17,6 +17,7 @@ from paxtrain.config.axes import AXES, in_words
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 
+_FAMILIES = ("gpt2", "llama")
 _RANK = """# Run a command as the rank that Open MPI started, on its device in ranks.csv: sh rank.sh COMMAND...
 table=$(dirname "$0")/ranks.csv
 export RANK="$OMPI_COMM_WORLD_RANK" WORLD_SIZE="$OMPI_COMM_WORLD_SIZE"
@@ -178,12 +179,15 @@ def common(plan: Plan, model: ModelConfig) -> list[str]:
     """Return what no other trainer does: sentences about the plan's batch, compression and placement, and the model.
 
     Raises:
-        UserError: the model is an architecture of one's own.
+        UserError: the model is none that they are told of.
     """
-    if model.module:
+    more = [name for name in ("head_size", "rope_scaling", "options") if getattr(model, name)]
+    if model.module or model.family not in _FAMILIES or more:
+        what = f"model.module={model.module}" if model.module else f"model.family={model.family}"
+        what += f" with model.{more[0]}" if more else ""
         raise UserError(
-            f"other trainers do not know the layers of model.module={model.module}; a model of the families gpt2 and "
-            "llama would work"
+            f"plans for other trainers do not tell them of {what}; a model of the families {' and '.join(_FAMILIES)} "
+            "with plain positions would work"
         )
     found = []
     if plan.batch.data_micro_batches:

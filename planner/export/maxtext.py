@@ -9,6 +9,7 @@ References:
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
+from paxtrain.model.parameters import traits
 from planner.export.exported import Exported, common, mesh_ranks
 
 _REMAT = {"inputs": "full", "layer_inputs": "full", "dots": "minimal", "residuals": "none"}
@@ -41,7 +42,7 @@ def _written(value: object) -> str:
 
 def _model(model: ModelConfig) -> dict[str, object]:
     """Return the settings of the model's shape."""
-    gated, rotary = model.traits.gated, model.traits.rotary
+    gated, rotary = traits(model).gated, traits(model).rotary
     return {
         "decoder_block": "llama2" if gated else "gpt3",
         "base_emb_dim": model.hidden,
@@ -122,7 +123,7 @@ def _otherwise(model: ModelConfig) -> list[str]:
         found.append(f"documents are those of MaxText's data set; in those of type mmap {model.separator} ends them")
     else:
         found.append("MaxText keeps attention within the documents of its data set, unless that is of type mmap")
-    if model.traits.rotary and model.rope_theta % 1:
+    if traits(model).rotary and model.rope_theta % 1:
         whole = round(model.rope_theta)
         found.append(f"rope_max_timescale is a whole number, so it is {whole}, not {model.rope_theta}")
     return found

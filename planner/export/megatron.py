@@ -9,6 +9,7 @@ References:
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
+from paxtrain.model.parameters import traits
 from paxtrain.schedule.schedules import spec_of
 from planner.export.exported import Exported, best_order, common, runs
 
@@ -40,6 +41,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
 
 def _model(model: ModelConfig) -> list[str]:
     """Return the flags of the model's shape."""
+    facts = traits(model)
     lines = [
         f"--num-layers {model.layers}",
         f"--hidden-size {model.hidden}",
@@ -54,11 +56,11 @@ def _model(model: ModelConfig) -> list[str]:
     ]
     if model.key_value_heads != model.heads:
         lines += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
-    if model.traits.gated:
+    if facts.gated:
         lines.append("--swiglu")
-    if not model.traits.biases:
+    if not facts.biases:
         lines += ["--normalization RMSNorm", "--disable-bias-linear"]
-    if model.traits.rotary:
+    if facts.rotary:
         lines += ["--position-embedding-type rope", f"--rotary-base {round(model.rope_theta)}"]
     if model.separator >= 0:
         lines.append("--dataloader-inter-document-masking")
@@ -113,6 +115,6 @@ def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
         found.append("there is one --hidden-dropout for the embedding and the residual branches")
     if model.separator >= 0:
         found.append(f"documents are those of Megatron-LM's data set, whether or not {model.separator} begins them")
-    if model.traits.rotary and model.rope_theta % 1:
+    if traits(model).rotary and model.rope_theta % 1:
         found.append(f"--rotary-base is a whole number, so it is {round(model.rope_theta)}, not {model.rope_theta}")
     return found

@@ -10,7 +10,6 @@ References:
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
-from paxtrain.config.model import FAMILIES
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from planner.export.exported import Exported, common, mesh_ranks
@@ -61,7 +60,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     Raises:
         UserError: the model is no Llama.
     """
-    if model.traits != FAMILIES["llama"]:
+    if model.family != "llama":
         raise UserError(f"torchtitan has no model of the family {model.family}; --to=megatron or maxtext would work")
     where = mesh_ranks(plan, (PIPE, DATA, TENSOR))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}

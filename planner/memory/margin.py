@@ -35,9 +35,13 @@ MARGINS = {"gpt2": Margin(0.20066, 65), "llama": Margin(0.11056, 17)}
 ALONE = {"llama": Margin(0.48607, 8)}
 
 
+def _measured(model: ModelConfig) -> bool:
+    return not model.module and model.family in MARGINS
+
+
 def _margins(model: ModelConfig) -> tuple[Margin, Margin]:
-    """Return the margins of a model with a pipeline and without; of an architecture of one's own the largest known."""
-    if model.module:
+    """Return the margins of a model with a pipeline and without; the largest known if none was measured."""
+    if not _measured(model):
         return max(MARGINS.values()), max(ALONE.values())
     several = MARGINS[model.family]
     return several, ALONE.get(model.family, several)
@@ -54,4 +58,4 @@ def origin(model: ModelConfig) -> str:
     several, alone = _margins(model)
     words = f"closed form + {several.words}"
     words += f"; without a pipeline + {alone.words}" if alone != several else ""
-    return words + (f"; none of them of {model.module}" if model.module else "")
+    return words + ("" if _measured(model) else f"; none of them of {model.module or model.family}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from paxtrain.config import CompressConfig, read_section
 from paxtrain.config.compress import LOW_RANK
-from paxtrain.config.options import LINKED, NO_OPTIONS, PROBED, CodecOptions
+from paxtrain.config.options import LINKED, NO_OPTIONS, PROBED, OptionValues
 from paxtrain.errors import UserError
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec, excess
@@ -83,7 +83,7 @@ def configured(values: Values, combination: Combination) -> Values:
     for one in combination:
         parts[one.place] = parts[one.place] | ({"messages": "all"} if one.place == "forward" else {})
         if one.codec != LOW_RANK:
-            parts[one.place] |= {"codec": one.codec, "options": CodecOptions(one.options)}
+            parts[one.place] |= {"codec": one.codec, "options": OptionValues(one.options)}
         elif one.place == "data":
             parts["data"] |= {"rank": one.rank, "rank_min": min(one.rank, compress.data.rank_min)}
         else:

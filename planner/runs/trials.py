@@ -395,7 +395,7 @@ def parse(columns: dict[str, str]) -> Trial:
         data_micro_batches=_data_micro_batches(row["data_micro_batches"], n),
         placement=_placement(row["placement"], n, hosts),
         family=family,
-        tied_head=_flag("tied_head", row["tied_head"], FAMILIES[family].biases),
+        tied_head=_flag("tied_head", row["tied_head"], family == "gpt2"),
         sequence_parallel=_flag("sequence_parallel", row["sequence_parallel"], False),
         sharding=_choice("sharding", row["sharding"], SHARDINGS, "none"),
         precision=_choice("precision", row["precision"], PRECISIONS, dtype),

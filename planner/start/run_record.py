@@ -18,7 +18,6 @@ import numpy as np
 
 from paxtrain import files
 from paxtrain.config import Config, MeshConfig
-from paxtrain.config.model import FAMILIES
 from paxtrain.config.plan import BACKWARD, FORWARD, HEAD, HOST, OPTIMIZER, Plan
 from paxtrain.errors import UserError
 from paxtrain.profiling.terms import StepComparison
@@ -46,7 +45,7 @@ def _unsaid(config: Config) -> str:
     m, compress, mesh = config.model, config.compress, config.mesh
     if config.groups > 1:
         return f"{config.groups} groups train apart, and a row has one ring over all data ranks"
-    if m.traits != FAMILIES["gpt2"] or m.ffn != 4 * m.hidden:
+    if m.module or m.family != "gpt2" or m.ffn != 4 * m.hidden:
         of = f"{m.module or m.family} with a feed-forward part of {m.ffn}"
         return f"the model is a {of}, and a row's layers are GPT-2's with 4 x hidden"
     between = mesh.pipe > 1 and any(compress.at(place).chosen != "none" for place in ("backward", "forward"))

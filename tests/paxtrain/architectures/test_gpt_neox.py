@@ -13,7 +13,7 @@ from paxtrain.testing import check_model
 from planner.program.cache import layer_program
 
 SMALL = ModelConfig(
-    module="paxtrain.architectures.gpt_neox:GPTNeoX",
+    family="gpt_neox",
     layers=4,
     hidden=32,
     heads=4,
@@ -48,7 +48,10 @@ def test_the_planner_knows_all_that_its_layer_does():
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"kv_heads": 2}, "model.kv_heads=0 would fit"), ({"heads": 8}, "leaves 4 of them; a multiple of 8 would fit")],
+    [
+        ({"kv_heads": 2}, "model.kv_heads=0 would fit"),
+        ({"heads": 8}, "1 of the 4 of a head turn; model.head_size=8 would"),
+    ],
 )
 def test_what_it_cannot_be_is_a_sentence(change, words):
     with pytest.raises(UserError, match=words):

@@ -27,8 +27,6 @@ CASES = {
         "model.family": "llama", "model.hidden": 1600, "model.heads": 30, "model.kv_heads": 6,
     },
     "model: key heads of GPT-2": {"model.kv_heads": 3},
-    "model: fewer key heads of GPT-2": {"model.kv_heads": 2},
-    "model: odd heads": {"model.family": "llama", "model.hidden": 105, "model.heads": 7},
     "model: separator": {"model.separator": 257},
     "model: separator below": {"model.separator": -3},
     "model: cuDNN": {"model.attention": "cudnn", "model.dtype": "float32"},

@@ -5,7 +5,7 @@ import pytest
 from paxtrain.config import Config, from_dict, plan, to_dict
 from paxtrain.config.compress import moved
 from paxtrain.config.load import load_config
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
 
 NESTED = {
@@ -29,13 +29,13 @@ def test_a_section_has_parts_by_place():
     again = from_dict(to_dict(configured(NESTED))).compress
     assert again == found
     assert hash(again) == hash(found)
-    assert hash(found) != hash(found.changed(backward={"options": CodecOptions(block=64)}))
+    assert hash(found) != hash(found.changed(backward={"options": OptionValues(block=64)}))
     assert found.changed(error="none").backward is found.backward
 
 
 def test_overrides():
     found = load_config("tiny", {"compress.backward.codec": "int4", "compress.backward.options.block": 32})
-    assert found.compress.backward.options == CodecOptions(block=32)
+    assert found.compress.backward.options == OptionValues(block=32)
     assert load_config("tiny", {"compress.backward.messages": "all"}).compress.backward.chosen == "all"
 
 

@@ -65,7 +65,7 @@ def ours(family: str, tied: bool, out: pathlib.Path) -> Config:
     if family == "llama":
         shape |= {"kv_heads": 2, "intermediate": 160, "rope_theta": 5000.0}
     if family == "gpt_neox":
-        shape |= {"heads": 4, "intermediate": 160, "module": "paxtrain.architectures.gpt_neox:GPTNeoX"}
+        shape |= {"heads": 4, "intermediate": 160, "family": "gpt_neox"}
     else:
         shape |= {"family": family}
     model_values = shape | {"tied_head": tied}

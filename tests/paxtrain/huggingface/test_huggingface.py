@@ -32,14 +32,13 @@ TOLERANCE = 1e-4
 COMMON = {"vocab_size": 101, "layers": 3, "hidden": 32, "heads": 4, "sequence": 24, "dtype": "float32"}
 LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 56, "tied_head": False}
 LLAMA |= {"rope_theta": 500.0, "norm_epsilon": 1e-4}
-NEOX = "paxtrain.architectures.gpt_neox:GPTNeoX"
 logits, loss = (jax.jit(function, static_argnums=2) for function in (transformer.logits, transformer.loss))
 SHAPES = {
     "gpt2": COMMON,
     "gpt2 untied": COMMON | {"tied_head": False},
     "llama": COMMON | LLAMA | {"tied_head": True},
     "llama untied": COMMON | LLAMA,
-    "gpt_neox untied": COMMON | LLAMA | {"family": "gpt2", "kv_heads": 0, "heads": 2, "module": NEOX},
+    "gpt_neox untied": COMMON | LLAMA | {"family": "gpt_neox", "kv_heads": 0, "heads": 2},
 }
 
 
@@ -255,9 +254,15 @@ def test_a_run_of_prepared_data_exports_what_ends_its_documents(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "bert"}, ["model_type 'bert'", "gpt2, llama, mistral, gpt_neox can be imported"]),
+        (
+            {"model_type": "bert"},
+            [
+                "model_type 'bert'",
+                "gemma2, gemma3_text, gpt2, gpt_neox, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3 can",
+            ],
+        ),
         ({"hidden_size": None}, ["lacks hidden_size"]),
-        ({"hidden_size": "32"}, ["has values that no llama model has"]),
+        ({"hidden_size": "32"}, ["model.hidden must be of type int, got '32'"]),
         (
             {"rope_parameters": {"rope_theta": 10**400}},
             ["model.rope_theta must be a finite number", "about 400 digits"],
@@ -265,16 +270,19 @@ def test_a_run_of_prepared_data_exports_what_ends_its_documents(tmp_path):
         ({"rope_parameters": {"rope_theta": "7"}}, ["model.rope_theta must be of type float, got '7'"]),
         ({"eos_token_id": -1}, ["eos_token_id=-1", "an id of the vocabulary, or null"]),
         ({"eos_token_id": [2, "3"]}, ["eos_token_id='3'", "or null"]),
-        ({"model_type": "mistral", "sliding_window": 8}, ["sliding_window=8", "None would work"]),
-        ({"model_type": "mistral"}, ["sliding_window=4096", "None would work"]),
-        ({"num_attention_heads": 0}, ["has values that no llama model has"]),
+        (
+            {"model_type": "mistral"},
+            ["which has family=llama", "add --config.model.family=mistral --config.model.options.sliding_window=4096"],
+        ),
+        ({"num_attention_heads": 0}, ["model.heads must be positive, got 0"]),
         ({"rope_parameters": "linear"}, ["has values that no llama model has"]),
         ({"num_hidden_layers": "3"}, ["config.json: model.layers must be of type int, got '3'"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' would work"]),
         ({"attention_bias": True}, ["attention_bias=True", "False would work"]),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, ["rope_type='llama3'", "'default'"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_type='dynamic'", "linear, llama3, yarn"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["of the type linear needs factor, and lacks factor"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized model (gptq)", "that it was made of"]),
-        ({"head_dim": 16}, ["head_dim=16", "8 would work"]),
+        ({"head_dim": 16}, ["which has head_size=0", "add --config.model.head_size=16"]),
         ({"num_hidden_layers": 4}, ["which has layers=3", "add --config.model.layers=4"]),
         ({"rms_norm_eps": 1e-6}, ["norm_epsilon=0.0001", "add --config.model.norm_epsilon=1e-06"]),
     ],
@@ -299,7 +307,6 @@ def changed(folder: pathlib.Path, **values) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"model_type": "mistral", "sliding_window": None},
         {"bos_token_id": 50256, "eos_token_id": [2**40, 101]},
         {"max_position_embeddings": 2048},
     ],

@@ -85,7 +85,10 @@ class OneName(Plain):
 
 
 class SameName(Plain):
-    more = tuple(kernel(f"layers/{name}/kernel", "layers embed ffn", "h.{}.gate") for name in ("gate", "other"))
+    more = (
+        kernel("layers/gate/kernel", "layers embed 2 ffn", "h.{}.gate h.{}.up"),
+        kernel("layers/other/kernel", "layers embed ffn", "h.{}.gate"),
+    )
 
 
 class FewNames(Plain):

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import paxtrain
-from paxtrain.config import ModelConfig
 from paxtrain.config.axes import UNSPLIT, layer_sizes
-from paxtrain.config.model import FAMILIES, Family
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
 from paxtrain.huggingface.exporting import export
@@ -47,18 +45,6 @@ def test_its_parameters_are_those_of_its_table():
     mask = decay_mask(model, transformer.shapes(model))
     assert mask["layers"]["ln"] == {"scale": False} and mask["layers"]["kv"] == {"kernel": True}
     assert sampling.architecture(model)["module"] == BLOCK
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_rules_ask_of_a_family_is_what_its_table_says(family):
-    model = ModelConfig(family=family)
-    rows = parameters.table(model)
-    assert model.traits == Family(
-        rotary=not any("positions" in p.own for p in rows),
-        gated=any(p.own[1:] == ("2", "ffn") for p in rows),
-        biases=any(p.role == "bias" for p in rows),
-        grouped=any("kv_heads" in p.dims for p in rows),
-    )
 
 
 BAD_TABLES = {

@@ -13,7 +13,7 @@ import pytest
 
 from paxtrain.config import Config, from_dict
 from paxtrain.config.axes import TENSOR
-from paxtrain.config.options import LINKED, CodecOptions
+from paxtrain.config.options import LINKED, OptionValues
 from paxtrain.model import parameters
 from paxtrain.parallel.compiler_options import GPU_OPTIONS
 from paxtrain.parallel.mesh import make_mesh
@@ -335,7 +335,7 @@ def coded(codec: str, options: dict, layers: int = 4) -> Trainer:
     both = {
         f"{place}_{what}": value
         for place in ("backward", "data")
-        for what, value in (("codec", codec), ("options", CodecOptions(options)))
+        for what, value in (("codec", codec), ("options", OptionValues(options)))
     }
     return trainer(dataclasses.replace(small(layers=layers), compress=compression(**both, data_start=0.0)))
 

@@ -49,7 +49,7 @@ def test_saving_products_only_runs_none_of_them_twice_and_moves_little_more(resi
     assert dots.temporary < 4.1e9
     # What the planner reads from the layer's trace is what XLA makes of it.
     c = ledger.one_device(load_config("gpt_1_3b"))
-    itself = dataclasses.replace(c.model, module="paxtrain.model.gpt2:GPT2")
+    itself = dataclasses.replace(c.model, module="paxtrain.architectures.gpt2:GPT2")
     for save, compiled in (("residuals", residuals), ("dots", dots)):
         program = layer_program(itself, UNSPLIT, False, save)
         moved = sum(size.of(c.batch.micro_batch) for size in (program.forward.moved, program.moved))

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import __main__ as study
@@ -116,7 +116,7 @@ def test_codecs_are_trained_and_cost_what_they_should(home, tmp_path, monkeypatc
 
 def test_a_file_returns_as_it_was(tmp_path):
     codecs = (
-        loss_probe_file.ProbedCodec("data", "topk", (0.01, -0.02), 0, CodecOptions({"share": 0.1})),
+        loss_probe_file.ProbedCodec("data", "topk", (0.01, -0.02), 0, OptionValues({"share": 0.1})),
         loss_probe_file.ProbedCodec("backward", "lowrank", (0.1, 0.2), 4),
     )
     made = loss_probe_file.LossProbe({"layers": 2}, (2, 4), 1, 50, 100, (0, 1), (2.0, 2.5), codecs)

@@ -6,7 +6,7 @@ import pytest
 
 import compress
 from paxtrain.config import from_dict
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import OptionValues
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
 from planner.cost import compute
@@ -83,7 +83,7 @@ def test_kernels_that_are_compressed_over_data_are_the_trainers(hidden, data, in
 
 
 def test_a_codec_is_asked_with_its_options():
-    options = CodecOptions({"feedback": False})
+    options = OptionValues({"feedback": False})
     codecs = coded(compression(backward_codec="int8", backward_options=options))
     assert codecs.message_passes("backward") == (2.5, 1.5, 3)
     assert coded(compression(backward_codec="int8")).message_passes("backward") == (5.5, 1.5, 3)

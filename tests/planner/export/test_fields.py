@@ -7,6 +7,7 @@ import re
 import pytest
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
+from paxtrain.config.options import OptionValues
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from planner.export import maxtext, megatron, torchtitan
@@ -26,6 +27,9 @@ VALUES = {
     "hidden": (256,),
     "heads": (8,),
     "kv_heads": (1,),
+    "head_size": (64,),
+    "rope_scaling": (OptionValues({"rope_type": "linear", "factor": 2.0}),),
+    "options": (OptionValues({"sliding_window": 8}),),
     "intermediate": (512,),
     "sequence": (256,),
     "tied_head": (False, True),

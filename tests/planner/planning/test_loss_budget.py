@@ -8,7 +8,7 @@ import pytest
 
 import paxtrain
 import planner
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import OptionValues
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.planning import loss_budget
@@ -176,7 +176,7 @@ def test_the_embeddings_codec_is_chosen_within_the_budget(slow, tmp_path):
 
 
 def test_options_of_a_codec_are_those_of_the_probe(slow, tmp_path):
-    codec = ProbedCodec("data", "topk", (0.0, 0.001), 0, CodecOptions({"share": 0.01}))
+    codec = ProbedCodec("data", "topk", (0.0, 0.001), 0, OptionValues({"share": 0.01}))
     loss_probe_file.save(dataclasses.replace(probe(), codecs=(codec,)), tmp_path / "probe.json")
     found = planned(small(), slow, str(tmp_path / "probe.json"), 0.01)
     assert (found.plan.compress.data.codec, found.plan.compress.data.options) == ("topk", {"share": 0.01})

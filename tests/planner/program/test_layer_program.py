@@ -187,7 +187,7 @@ def test_passes_move_what_xlas_kernels_do(name, save, forward, backward):
     """Expected are the bytes of a layer's kernels without products, over those of [B, S, H], compiled for an H100."""
     sizes = {"hidden": 2048, "heads": 16, "sequence": 2048}
     sizes |= {"kv_heads": 8, "intermediate": 5632} if name == "llama" else {}
-    itself = {"gpt2": "paxtrain.model.gpt2:GPT2", "llama": "paxtrain.model.llama:Llama"}[name]
+    itself = {"gpt2": "paxtrain.architectures.gpt2:GPT2", "llama": "paxtrain.architectures.llama:Llama"}[name]
     found = layer_program(model(name, module=itself, **sizes), 1, False, save)
     once = 2048 * 2048 * 2
     assert found.forward.moved.each / once == pytest.approx(forward, rel=0.05)

@@ -9,7 +9,7 @@ import pytest
 from compress.codecs import named
 from configs.frontier import get_config
 from paxtrain.config import OuterConfig
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import OptionValues
 from paxtrain.study import frontier
 from planner.cost.candidate import Candidate
 from planner.cost.coded import coded
@@ -74,7 +74,7 @@ def test_each_codec_of_the_frontier_is_found(place, point):
     chosen = "stages" if place == "data" else "messages"
     settings = {f"{place}_{chosen}": "all", f"{place}_rank": point.rank or 16, "data_rank_min": 1}
     if not point.rank:
-        settings |= {f"{place}_codec": point.codec, f"{place}_options": CodecOptions(point.options)}
+        settings |= {f"{place}_codec": point.codec, f"{place}_options": OptionValues(point.options)}
     what = "all" if place == "backward" else "data"
     mean, _, spread = frontier_of_the_page()[point.label, what].partition(" ")
     words = losses.words(planned(**settings))
@@ -88,8 +88,8 @@ def test_the_default_of_an_amount_is_the_codecs():
         assert getattr(named.build(name, {}), option) == value
 
 
-def options(**values) -> CodecOptions:
-    return CodecOptions(values)
+def options(**values) -> OptionValues:
+    return OptionValues(values)
 
 
 BETWEEN = {"backward_messages": "all", "backward_rank": 16}

@@ -9,7 +9,7 @@ import pytest
 
 from paxtrain.config import SAVE_MODES, ModelConfig, from_dict
 from paxtrain.config.load import nested
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of, names, parts
 from planner.cost.coded import coded
@@ -83,7 +83,7 @@ def test_the_budget_of_quality_is_kept():
 
 def test_what_a_codec_refuses_is_no_candidate():
     """A rank of 600 needs messages of as many rows, and one of 160 parts of gradients."""
-    ranks = {f"{place}_options": CodecOptions({"rank": rank}) for place, rank in (("backward", 600), ("data", 160))}
+    ranks = {f"{place}_options": OptionValues({"rank": rank}) for place, rank in (("backward", 600), ("data", 160))}
     codecs = coded(compression(backward_codec="remainder", data_codec="remainder", **ranks))
     choices = Choices(
         tensor=(2,), sequence_parallel=(True,), backward=("all",), min_ratio=1.0, coded=codecs, schedules=("1f1b",)

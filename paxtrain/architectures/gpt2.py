@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
+from paxtrain.config.checks import require
 from paxtrain.model.spec import Architecture, Demand, Parameter, Params, bias, kernel, norm, table, vocabulary
 
 if TYPE_CHECKING:
@@ -21,6 +22,15 @@ class GPT2(Architecture):
     model_types = ("gpt2",)
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
+        require(
+            config.key_value_heads == config.heads,
+            f"GPT-2 has keys and values for each head: model.kv_heads={config.kv_heads} with "
+            f"model.heads={config.heads}; model.kv_heads=0 or model.family=llama would fit",
+        )
+        require(
+            not config.rope_scaling,
+            "GPT-2 has learned positions, which no model.rope_scaling changes; leave it out",
+        )
         h = "transformer.h.{}."
         return (
             vocabulary(config, "transformer.wte.weight"),

@@ -1,0 +1,144 @@
+"""Families beside what transformers computes for tiny random models, see tests/paxtrain/model/make_references.py.
+
+The gradients of all on a mesh take minutes, so one of a kind is in the quick tests.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from paxtrain.config import ModelConfig
+from paxtrain.config.axes import layer_sizes
+from paxtrain.config.model import FAMILIES
+from paxtrain.config.options import OptionValues
+from paxtrain.errors import UserError
+from paxtrain.huggingface import architectures
+from paxtrain.model import parameters, transformer
+from paxtrain.testing import check_model
+from planner.program.cache import layer_program
+
+REFERENCES = pathlib.Path(__file__).parents[1] / "model"
+TOLERANCE = 1e-4  # of logits of up to 10
+NAMES = sorted(
+    path.name.removesuffix("_reference.npz")
+    for path in REFERENCES.glob("*_reference.npz")
+    if path.name.split("_reference")[0] not in ("gpt2", "llama", "gpt_neox")  # tests/paxtrain/huggingface has these
+)
+logits, loss = (jax.jit(function, static_argnums=2) for function in (transformer.logits, transformer.loss))
+
+
+def theirs(name: str) -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(config.json, weights, what transformers computed with them)."""
+    with np.load(REFERENCES / f"{name}_reference.npz") as file:
+        arrays = dict(file)
+    results = {key: arrays.pop(key) for key in ("ids", "logits", "loss")}
+    return json.loads(str(arrays.pop("config"))), arrays, results
+
+
+def model_of(values: dict, **changes: object) -> ModelConfig:
+    fields = architectures.from_config(values, "config.json") | {"sequence": 24, "vocab_multiple": 8}
+    return ModelConfig(**fields | {"dtype": "float32"} | changes)
+
+
+def test_each_family_has_a_reference():
+    assert {name.partition("_llama3")[0] for name in NAMES} | {"gpt2", "gpt_neox"} == {*FAMILIES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_computes_what_transformers_does_and_goes_back_bit_by_bit(name):
+    values, weights, results = theirs(name)
+    model = model_of(values)
+    params = architectures.params(weights.__getitem__, model)
+    np.testing.assert_allclose(logits(params, results["ids"], model), results["logits"], atol=TOLERANCE)
+    np.testing.assert_allclose(loss(params, results["ids"], model), results["loss"], atol=TOLERANCE)
+    back = architectures.weights(params, model)
+    assert back.keys() == weights.keys()
+    for key, x in back.items():
+        np.testing.assert_array_equal(x, weights[key], err_msg=key)
+    again = architectures.from_config(architectures.to_config(model, "float32"), "config.json")
+    assert again == architectures.from_config(values, "config.json")
+    assert parameters.published(model) == sum(x.size for x in weights.values())
+
+
+# What a family has besides a Llama, each by a value with which it would not show.
+OTHERWISE = [
+    ("llama_llama3", {"rope_scaling": {}}),
+    ("qwen3", {"rope_scaling": {}}),
+    ("qwen3", {"rope_scaling": {"attention_factor": 1.0}}),
+    ("mistral", {"options": {"sliding_window": 4}}),
+    ("gemma2", {"options": {"attn_logit_softcapping": 0.0}}),
+    ("gemma2", {"options": {"final_logit_softcapping": 0.0}}),
+    ("gemma2", {"options": {"sliding_window": 0}}),
+    ("gemma2", {"options": {"query_pre_attn_scalar": 8.0}}),
+    ("gemma3", {"options": {"sliding_window_pattern": 2}}),
+    ("gemma3", {"options": {"rope_local_base_freq": 500.0}}),
+    ("phi3", {"options": {"partial_rotary_factor": 1.0}}),
+    ("smollm3", {"options": {"no_rope_layer_interval": 3}}),
+    ("granite", {"options": {"embedding_multiplier": 1.0}}),
+    ("granite", {"options": {"residual_multiplier": 1.0}}),
+    ("granite", {"options": {"attention_multiplier": 1.0}}),
+    ("granite", {"options": {"logits_scaling": 1.0}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), OTHERWISE, ids=lambda x: x if isinstance(x, str) else "-".join(*x.values())
+)
+def test_another_value_would_show(name, change):
+    values, weights, results = theirs(name)
+    model = model_of(values)
+    [(field, some)] = change.items()
+    other = dataclasses.replace(model, **{field: OptionValues({**getattr(model, field), **some} if some else {})})
+    params = architectures.params(weights.__getitem__, other)
+    assert np.abs(logits(params, results["ids"], other) - results["logits"]).max() > 10 * TOLERANCE
+
+
+def small(name: str) -> ModelConfig:
+    return model_of(theirs(name)[0], sequence=16, vocab_multiple=64)
+
+
+@pytest.mark.once
+def test_norms_inside_heads_and_over_all_heads_have_their_gradients():
+    """The two kinds of norms between split kernels: Qwen 3's and OLMo 2's."""
+    for name in ("qwen3", "olmo2"):
+        assert len(check_model(small(name), schedules=("zb_h1",))) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_each_family_has_what_the_trainer_needs_of_a_model(name):
+    assert len(check_model(small(name))) > 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planner_knows_all_that_its_layer_does(name):
+    model = dataclasses.replace(small(name), dtype="bfloat16")
+    program = layer_program(model, layer_sizes({"tensor": 2}), False, "dots")
+    assert program.forward.unknown == program.backward.unknown == ()
+    found = sum(one.m * one.n * one.k * one.times for one in program.forward.products)  # of a sequence, tensor=2
+    kernels = parameters.count(model, role="kernel")
+    assert found == model.sequence * kernels // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"options": {"window": 4}}, "model.options.window is no option of a llama, which has no options"),
+        ({"family": "mistral", "options": {"window": 4}}, "no option of a mistral, which has sliding_window"),
+        ({"family": "mistral", "options": {"sliding_window": "4"}}, "must be as 0 is, got '4'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not implemented .* default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "of the type linear needs factor, and lacks factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor must be positive, got 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1.0}}, "beta is no value of the type linear"),
+        ({"family": "gpt2", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "GPT-2 has learned positions"),
+        ({"head_size": 7}, "7 of the 7 of a head turn; model.head_size=8 would fit"),
+    ],
+)
+def test_what_it_cannot_be_is_a_sentence(change, words):
+    values = {name: OptionValues(x) if isinstance(x, dict) else x for name, x in change.items()}
+    with pytest.raises(UserError, match=words):
+        parameters.table(ModelConfig(**{"family": "llama"} | values))
