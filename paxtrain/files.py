@@ -207,7 +207,7 @@ def shipped_names(kind: str, suffix: str) -> list[str]:
 
 
 def find(name: str, kind: str = "", suffix: str = ".py") -> str:
-    """Return the path of a shipped file by its bare name; a path comes back unchanged.
+    """Return the path of a shipped file by its bare name; a path comes back unchanged, a folder's as its config.json.
 
     Args:
         name: bare name such as "gpt_8b", or a path: any name with a folder or a suffix, or of an existing file.
@@ -220,6 +220,8 @@ def find(name: str, kind: str = "", suffix: str = ".py") -> str:
     path = pathlib.Path(name)
     if len(name) > 4096 or any(len(part) > 255 for part in path.parts):
         raise UserError(f"there is no file of a name of {len(name)} characters, {name[:40]!r}...; name a shorter path")
+    if name and not kind and (path / "config.json").exists():
+        return str(path / "config.json")
     if not name or path.suffix or len(path.parts) > 1 or path.exists():
         return name
     known = shipped_names(kind, suffix)

@@ -5,19 +5,23 @@ import sys
 from typing import Any
 
 from absl import flags
+from ml_collections import config_flags
 
 from paxtrain.command_line import define_config
 from paxtrain.config.axes import AXES, more_axes
+from paxtrain.config.load import described
 from paxtrain.config.parallel import MOST_SEQUENCES
 from paxtrain.errors import UserError
 from paxtrain.knobs import define, given, integers
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
+from planner.cluster.variants import of_devices
 from planner.fit.recalibrate import recalibrated
 from planner.planning.inputs import sections
 from planner.planning.loss_budget import read
 from planner.planning.options import PlanOptions
 
+_H100S = "h100_16x8"  # cluster whose devices --devices means if there is no --cluster
 _OPTIONS = [field.name for field in dataclasses.fields(PlanOptions) if field.name not in ("oracle", "others")]
 SEARCH = (*_OPTIONS, *more_axes())  # the flags that `define_flags` defines
 # What the planner decides, and the flags that narrow it to a value.
@@ -55,8 +59,11 @@ _UNUSED = ("model.rope_theta", "model.norm_epsilon", "outer.lr", "outer.momentum
 
 def define_inputs() -> None:
     """Define the flags of the model and of the cluster."""
-    define_config("model", "gpt_8b", "The configuration whose model is planned for.")
+    define_config("model", "gpt_8b", "The configuration whose model is planned for, or a model's config.json.")
     flags.DEFINE_string("cluster", None, "The cluster: a file, or the name of one in configs/clusters.")
+    flags.DEFINE_integer(
+        "devices", 0, "Devices to plan for: some of the cluster's, or more like them; without --cluster H100s.", 0
+    )
     flags.DEFINE_list("without", [], "Hosts of the cluster's file to leave out, as they are named there.")
     flags.DEFINE_string(
         "constants", None, "Constants fitted to measured runs: a constants.json written by planner.validate."
@@ -109,6 +116,7 @@ def decided_values() -> dict[str, Any]:
     values = f.model.to_dict()
     sections(values)
     keys = [name.removeprefix("model.") for name in f if name.startswith("model.") and f[name].present]
+    _say_defaults(values, keys)
     for key in keys:
         if key in _SET:
             raise UserError(f"--model.{key} has no effect, since each plan sets {key} itself; leave it out")
@@ -124,6 +132,23 @@ def decided_values() -> dict[str, Any]:
     return values
 
 
+def _say_defaults(values: dict[str, Any], keys: list[str]) -> None:
+    """Say what a model's config.json does not, if no flag says it."""
+    f = flags.FLAGS
+    if not described(config_flags.get_config_filename(f["model"]) or ""):
+        return
+    sequence, batch = values["model"]["sequence"], f.global_batch or values["batch"]["global_batch"]
+    taken = [] if "model.sequence" in keys else [f"{sequence:,} tokens a sample (--model.model.sequence)"]
+    if not f.global_batch and "batch.global_batch" not in keys:
+        taken.append(f"{batch:,} samples a step (--global_batch)")
+    if taken:
+        print(
+            f"note: the model's file does not say what it is trained with; taken are {' and '.join(taken)}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def cluster() -> Cluster:
     """Return the cluster that the flags describe.
 
@@ -131,9 +156,13 @@ def cluster() -> Cluster:
         UserError: a flag is missing, or it names something that does not exist.
     """
     f = flags.FLAGS
-    if not f.cluster:
-        raise UserError("--cluster is missing; name a file such as configs/clusters/a100_16x8.json")
-    found = Cluster.load(f.cluster)
+    if not f.cluster and not f.devices:
+        raise UserError(
+            "--cluster is missing; name a file such as configs/clusters/a100_16x8.json, or say --devices=8 for H100s"
+        )
+    found = Cluster.load(f.cluster or _H100S)
+    if f.devices:
+        found = of_devices(found, f.devices)
     if f.constants:
         found = recalibrated(found, f.constants, f.constants_of)
     elif f.constants_of:

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import importlib
+import json
 import pathlib
 import sys
 import traceback
@@ -17,6 +19,7 @@ from paxtrain.errors import UserError
 from paxtrain.files import find, read_json
 
 Section = TypeVar("Section")
+_TYPE = "model_type"  # is in each config.json of Hugging Face's layout
 JSON = ".json"  # ends the name of a configuration that a run has recorded
 
 
@@ -120,10 +123,10 @@ def nested(given: Mapping[str, Any], values: dict[str, Any] | None = None) -> di
 
 
 def recorded(path: str) -> dict[str, Any]:
-    """Return the values of a configuration in JSON, as a run writes it into its folder.
+    """Return the values of a configuration in JSON: as a run writes it into its folder, or as Hugging Face has it.
 
     Raises:
-        UserError: the file cannot be read, or has no values by section.
+        UserError: the file cannot be read, or has no values by section, or describes a model that is not implemented.
     """
 
     def parse(values: object) -> dict[str, Any]:
@@ -131,17 +134,29 @@ def recorded(path: str) -> dict[str, Any]:
             raise UserError(f"must be an object of sections, got {shown(values)}")
         return values
 
-    return read_json(
-        path, "configuration", "name the config.json of a run's folder, or a file as configs/tiny.py", parse
+    values = read_json(
+        path,
+        "configuration",
+        "name the config.json of a run's folder or of a model, or a file as configs/tiny.py",
+        parse,
     )
+    if _TYPE in values:  # the room that knows these words is above this one
+        return importlib.import_module("paxtrain.huggingface.described").configuration(values, path)
+    return values
+
+
+def described(name: str) -> bool:
+    """Return whether a configuration's name leads to a model's config.json in Hugging Face's layout."""
+    path = pathlib.Path(find(name))
+    return path.suffix == JSON and path.exists() and _TYPE in json.loads(path.read_text())
 
 
 def load_config(name: str, overrides: Mapping[str, Any] | None = None, *, model: str = "") -> Config:
     """Return the configuration of a file, with some of its values replaced.
 
     Args:
-        name: path of a file that defines `get_config()` or of a run's config.json, or the name of a shipped file, such
-            as "gpt_8b".
+        name: path of a file that defines `get_config()`, of a run's folder or its config.json, or of a model's in
+            Hugging Face's layout; or the name of a shipped file, such as "gpt_8b".
         overrides: values by dotted key, such as {"mesh.pipe": 2}.
         model: architecture of one's own, as package.module:Class; "": the file's.
 

@@ -83,6 +83,30 @@ def resized(cluster: Cluster, hosts: int) -> Cluster:
     )
 
 
+def of_devices(cluster: Cluster, devices: int) -> Cluster:
+    """Return the cluster with some number of devices: whole hosts, or a part of one.
+
+    Args:
+        cluster: cluster that is not merged.
+        devices: number of devices, from 1 on.
+
+    Raises:
+        UserError: they are no whole hosts, or the cluster cannot have so many; see `check_size`.
+    """
+    each = cluster.devices_per_host
+    hosts, rest = divmod(devices, each)
+    name = f"{cluster.name}, {devices} of its devices"
+    if devices < each:
+        return dataclasses.replace(parts_of_a_host(cluster, devices), name=name)
+    if rest:
+        raise UserError(
+            f"--devices={devices} is no multiple of the {each} devices of a host of {cluster.name}; "
+            f"{hosts * each} or {(hosts + 1) * each} would work"
+        )
+    found = resized(cluster, hosts)
+    return dataclasses.replace(found, name=name) if hosts < len(cluster.hosts) else found
+
+
 def parts_of_a_host(cluster: Cluster, devices: int) -> Cluster:
     """Return the host with the most memory alone, with some of its devices."""
     best = int(np.argmax(cluster.memory))

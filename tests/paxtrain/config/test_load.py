@@ -8,6 +8,14 @@ from paxtrain.config import from_dict, to_dict
 from paxtrain.config.load import load_config
 from paxtrain.errors import UserError
 from paxtrain.files import find, shipped_folder, shipped_names
+from paxtrain.model import parameters
+
+QWEN3 = {
+    "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "num_attention_heads": 32, "num_hidden_layers": 36,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 
 
 def test_a_name_is_the_shipped_file_from_any_folder(tmp_path, monkeypatch):
@@ -44,6 +52,19 @@ def test_a_recorded_configuration_is_the_same_again(tmp_path):
     path.write_text(json.dumps(to_dict(config)))
     assert load_config(str(path)) == config
     assert load_config(str(path), {"run.steps": 70}) == load_config("tiny", changed | {"run.steps": 70})
+
+
+def test_a_models_file_is_a_configuration(tmp_path):
+    """The config.json of Qwen3-8B, whose files hold 8,190,735,360 parameters (Hugging Face, 2025)."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    found = load_config(str(tmp_path), {"batch.micro_batch": 2})
+    assert found == load_config(str(tmp_path / "config.json"), {"batch.micro_batch": 2})
+    assert parameters.published(found.model) == 8_190_735_360
+    assert (found.model.family, found.model.head_dim, found.model.rope_theta) == ("qwen3", 128, 1e6)
+    assert (found.model.sequence, found.batch.global_batch, found.batch.micro_batch) == (4096, 1024, 2)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"model_type": "mamba"}))
+    with pytest.raises(UserError, match=r"config.json is of model_type 'mamba'; gemma2, .* qwen3, .* can be imported"):
+        load_config(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -113,3 +113,15 @@ def test_the_command_answers_and_says_so_by_its_exit_code(monkeypatch, capsys, t
     cluster(1, 1, memory=1e9).save(small)
     assert mains.run(monkeypatch, main, *base, f"--cluster={small}") == 1
     assert "it does not fit" in capsys.readouterr().out
+    model = tmp_path / "llama"
+    model.mkdir()
+    rest = {"num_attention_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048}
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **rest}))
+    for devices, words in ((4, "1 host x 4 h100"), (16, "2 hosts x 8 h100"), (256, "32 hosts x 8 h100")):
+        assert mains.run(monkeypatch, main, f"--model={model}", f"--devices={devices}") in (None, 0)
+        told = capsys.readouterr()
+        assert words in told.out
+        assert "2,048 tokens a sample (--model.model.sequence) and 2,048 samples a step (--global_batch)" in told.err
+    assert mains.run(monkeypatch, main, f"--model={model}", "--devices=12") == 2
+    assert "--devices=12 is no multiple of the 8 devices of a host" in capsys.readouterr().err
