@@ -81,6 +81,9 @@ class Gemma2(Architecture):
         y = nn.rows(p["down"], nn.geglu(nn.columns(p["gate_up"], h, "up")), c.group)
         return x + nn.dropped(norm(p["ln4"], y, c), c, 2)
 
+    def flash(self, config: ModelConfig) -> bool:
+        return not self.option(config, "attn_logit_softcapping")
+
     def embedding_scale(self, config: ModelConfig) -> float:
         return config.hidden**0.5
 

@@ -59,6 +59,9 @@ class Gemma3(gemma2.Gemma2):
             scale=self.option(c.config, "query_pre_attn_scalar") ** -0.5,
         )
 
+    def flash(self, config: ModelConfig) -> bool:
+        return True
+
     def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
         base = self.option(config, "rope_local_base_freq")
         both = {

@@ -15,7 +15,8 @@ FAMILIES = tuple(sorted(one.name for one in pkgutil.iter_modules([_FOLDER])))  #
 MOST_VOCABULARY = 2**24  # ids
 MOST_MULTIPLE = 2**16  # of vocab_multiple
 
-FLASH_CAPABILITY = (8, 0)  # CUDA compute capability from which on cuDNN has flash attention: Ampere
+# Largest heads of cuDNN's flash attention, and the CUDA compute capability from which on it takes them: Ampere, Hopper.
+FLASH = {128: (8, 0), 256: (9, 0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ class ModelConfig(Checked):
         )
         require(
             self.attention != "cudnn" or self.fits_flash,
-            "model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a "
+            "model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 256 and, with a "
             f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}",
             {"model.attention": "auto"},
         )
@@ -121,14 +122,19 @@ class ModelConfig(Checked):
         """
         if self.attention != "auto":
             return self
-        fits = self.fits_flash and capability >= FLASH_CAPABILITY
+        fits = self.fits_flash and capability >= self.flash_capability
         return dataclasses.replace(self, attention="cudnn" if fits else "xla")
 
     @property
     def fits_flash(self) -> bool:
-        """True if cuDNN has flash attention for this shape; its masks need an even sequence."""
-        small = self.head_dim % 8 == 0 and self.head_dim <= 128
+        """True if cuDNN has flash attention for this shape on some GPU; its masks need an even sequence."""
+        small = self.head_dim % 8 == 0 and self.head_dim <= max(FLASH)
         return self.dtype == "bfloat16" and small and (self.separator < 0 or self.sequence % 2 == 0)
+
+    @property
+    def flash_capability(self) -> tuple[int, int]:
+        """CUDA compute capability from which on cuDNN has flash attention for heads of this size."""
+        return next((least for size, least in FLASH.items() if self.head_dim <= size), max(FLASH.values()))
 
     @property
     def padded_vocab(self) -> int:

@@ -23,8 +23,8 @@ def configuration(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     found = to_dict(Config())
     fields = from_config(values, where)
-    positions = fields.get("sequence") or values.get("max_position_embeddings") or SEQUENCE
-    sequence = min(int(positions), SEQUENCE)
+    positions = values.get("max_position_embeddings", values.get("n_positions"))
+    sequence = min(positions, SEQUENCE) if isinstance(positions, int) and positions > 0 else SEQUENCE
     found["model"] |= {**fields, "sequence": sequence}
     found["batch"]["global_batch"] = max(TOKENS // sequence, 1)
     return found

@@ -16,8 +16,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.model import FLASH_CAPABILITY
+from paxtrain.config.model import FLASH
 from paxtrain.errors import UserError
+from paxtrain.model import parameters
 from paxtrain.model.context import LayerContext
 from paxtrain.model.rotary import Rotary
 
@@ -147,10 +148,18 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
     named = str(getattr(device, "compute_capability", "0.0")) if device.platform == "gpu" else "0.0"
     major, _, minor = named.partition(".")
     capability = int(major), int(minor or 0)
-    if config.attention == "cudnn" and capability < FLASH_CAPABILITY:
+    if config.attention == "cudnn" and capability < config.flash_capability:
+        since = "Ampere" if config.flash_capability == FLASH[128] else "Hopper"
         raise UserError(
-            f"model.attention=cudnn needs NVIDIA GPUs from Ampere on, got {device.device_kind}; auto or xla would work"
+            f"model.attention=cudnn needs NVIDIA GPUs from {since} on for heads of {config.head_dim}, got "
+            f"{device.device_kind}; auto or xla would work"
         )
+    if not parameters.architecture(config).flash(config):
+        if config.attention == "cudnn":
+            raise UserError(
+                f"model.attention=cudnn has no bound of scores, which a {config.family} has; auto or xla would work"
+            )
+        capability = 0, 0
     if not _deterministic():
         return config.with_attention(capability)
     if config.attention == "cudnn" and device.platform == "gpu":

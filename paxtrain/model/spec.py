@@ -199,6 +199,10 @@ class Architecture:
         """Return the factor of the tokens' rows of the embedding's table."""
         return 1.0
 
+    def flash(self, config: ModelConfig) -> bool:
+        """Return whether its attention may be cuDNN's, whose scores have no bound."""
+        return True
+
     def logit_cap(self, config: ModelConfig) -> float:
         """Return c of the head's logits, c tanh(logits / c); 0: they are as they are."""
         return 0.0

@@ -60,13 +60,14 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequ
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     model, batch = config.model, config.batch
     shape = f"{model.layers} layers of {model.hidden}, sequence {model.sequence}, {model.dtype}"
+    attention = {"cudnn": "cuDNN's", "xla": "XLA's"}[layout.config.model.attention]
     devices = f"{jax.process_count()} process(es) of {trainer.mesh.devices.flat[0].device_kind}"
     each = batch.data_micro_batches if config.uneven else config.micro_batches
     parts = f"{mesh.data} data ranks x {each} micro-batches x {batch.micro_batch}"
     rows = f"{schedule.rows} rows, ideal bubble {bubble:.0%}, {depth} {flying} in flight"
     temporary = f"{size(memory.temp_size_in_bytes, 'B')} temporary (XLA's buffer assignment)"
     return [
-        ("model", f"{size(parameters.published(model))} parameters, {shape}"),
+        ("model", f"{size(parameters.published(model))} parameters, {shape}, {attention} attention"),
         ("mesh", f"{in_words(mesh.sizes)}, {how}, on {devices}"),
         ("batch", f"{batch.global_batch} sequences = {parts}"),
         ("schedule", f"{config.pipeline.schedule}, {rows}, save={config.pipeline.save}"),

@@ -16,7 +16,7 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts
-from paxtrain.config.model import FAMILIES, FLASH_CAPABILITY
+from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
 from paxtrain.schedule.schedules import Numbers
@@ -455,7 +455,7 @@ def unread(model: ModelConfig) -> str:
     """Return the primitives of an architecture of one's own that are not known, in words for reports; "" if all are."""
     if not model.module:
         return ""
-    program = layer_program(model.with_attention(FLASH_CAPABILITY), UNSPLIT, False, "residuals")
+    program = layer_program(model.with_attention(model.flash_capability), UNSPLIT, False, "residuals")
     names = dict.fromkeys(name for work in program[:3] for name in work.unknown)
     return f"; not known are {', '.join(names)}, which count as reading and writing their arrays" if names else ""
 

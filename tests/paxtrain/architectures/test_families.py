@@ -6,6 +6,7 @@ The gradients of all on a mesh take minutes, so one of a kind is in the quick te
 import dataclasses
 import json
 import pathlib
+import types
 
 import jax
 import numpy as np
@@ -18,6 +19,9 @@ from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
 from paxtrain.model import parameters, transformer
+from paxtrain.model.attention import settle_attention
+from paxtrain.model.tensor_parallel import WHOLE
+from paxtrain.process.jax_private import without_cudnn
 from paxtrain.testing import check_model
 from planner.program.cache import layer_program
 
@@ -142,3 +146,43 @@ def test_what_it_cannot_be_is_a_sentence(change, words):
     values = {name: OptionValues(x) if isinstance(x, dict) else x for name, x in change.items()}
     with pytest.raises(UserError, match=words):
         parameters.table(ModelConfig(**{"family": "llama"} | values))
+
+
+def gpu(capability: str) -> types.SimpleNamespace:
+    return types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a GPU")
+
+
+@pytest.mark.parametrize(
+    ("family", "head_size", "capability", "attention"),
+    [("gemma3", 256, "9.0", "cudnn"), ("gemma3", 256, "8.0", "xla"), ("gemma3", 128, "8.0", "cudnn")]
+    + [("gemma2", 128, "9.0", "xla"), ("mistral", 264, "9.0", "xla")],
+)
+def test_attention_is_cudnns_where_it_has_heads_of_the_size_and_scores_have_no_bound(
+    family, head_size, capability, attention
+):
+    model = ModelConfig(family=family, head_size=head_size)
+    assert settle_attention(model, gpu(capability)).attention == attention
+    if head_size <= 256:
+        asked = dataclasses.replace(model, attention="cudnn")
+        if attention == "cudnn":
+            assert settle_attention(asked, gpu(capability)) == asked
+        else:
+            with pytest.raises(UserError, match=r"needs NVIDIA GPUs from Hopper on|has no bound of scores"):
+                settle_attention(asked, gpu(capability))
+
+
+@pytest.mark.parametrize(("name", "calls"), [("mistral", 1), ("gemma3", 2)])
+def test_cudnns_kernel_skips_what_is_outside_a_window(name, calls):
+    """Layers that differ in their windows have both kernels, of which one runs."""
+    model = dataclasses.replace(small(name), dtype="bfloat16", attention="cudnn")
+    p = {p.names[1:]: jax.ShapeDtypeStruct(p.shape(model), "bfloat16") for p in parameters.of_kind(model, "")}
+    x = jax.ShapeDtypeStruct((1, model.sequence, model.hidden), "bfloat16")
+    with without_cudnn():
+        traced = jax.make_jaxpr(lambda p, x, i: transformer.layer(p, x, model, WHOLE, None, i)[0])(
+            parameters.tree(p), x, jax.ShapeDtypeStruct((), "int32")
+        )
+    text = str(traced)
+    assert text.count("dot_product_attention_fwd_wrapper[") == calls
+    assert text.count("sliding_window_length=5") == 1
+    program = layer_program(model, layer_sizes({}), False, "residuals")
+    assert program.forward.unknown == () and sum(one.times for one in program.forward.fused) == 2
