@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from paxtrain.config.load import JSON, errors_of, recorded
+from paxtrain.config.load import JSON, errors_of, recorded, require_names
 from paxtrain.errors import PREFIX, UserError, printable, told
 from paxtrain.files import find
 from paxtrain.process import setup
@@ -189,6 +189,7 @@ def define_config(name: str, default: str | None, description: str) -> None:
             loaded = load(resolved)
         if loaded is None:
             raise UserError(f"get_config() of {file} returns None; it must return a ConfigDict, as in configs/tiny.py")
+        require_names(loaded, file)
         return ConfigDict(loaded) if isinstance(loaded, dict) else loaded
 
     parser.parse = parse  # type: ignore[method-assign,assignment]  # ml_collections has no hook for paths

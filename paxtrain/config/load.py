@@ -83,6 +83,31 @@ def errors_of(file: str) -> Iterator[None]:
         ) from error
 
 
+def require_names(values: object, file: str) -> None:
+    """Require that all keys of what a configuration file returns are strings.
+
+    ml_collections sorts the keys of a section when it is read, and would fail on those that cannot be compared.
+
+    Raises:
+        UserError: a key is none.
+    """
+    seen: set[int] = set()  # a section may hold itself
+    waiting = [values]
+    while waiting:
+        section = waiting.pop()
+        if id(section) in seen or not hasattr(section, "items"):
+            continue
+        seen.add(id(section))
+        try:
+            items = dict(section.items())
+            wrong = [shown(key) for key in items if not isinstance(key, str)]
+        except TypeError:  # sorting has failed
+            items, wrong = {}, ["keys of several types"]
+        if wrong:
+            raise UserError(f"keys in get_config() of {file} must be strings, as in configs/tiny.py, got {wrong[0]}")
+        waiting += items.values()
+
+
 def from_dict(values: object) -> Config:
     """Return the Config that a (possibly partial) mapping of sections describes.
 
@@ -181,4 +206,6 @@ def _executed(path: str) -> dict[str, Any]:
         exec(compile(source, path, "exec"), found)
         if not callable(found.get("get_config")):
             raise UserError(f"{path} defines no get_config(); write it as configs/tiny.py does")
-        return found["get_config"]().to_dict()
+        made = found["get_config"]()
+        require_names(made, path)
+        return made.to_dict()

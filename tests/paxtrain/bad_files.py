@@ -36,6 +36,9 @@ def make(home: pathlib.Path) -> None:
     (home / "syntax.py").write_text("def get_config(:\n")
     (home / "imports.py").write_text("import no_such_module\n")
     (home / "key.py").write_text("def get_config():\n    return {}['model']\n")
+    (home / "number.py").write_text("def get_config():\n    return {'run': {1: 2, 'out': ''}}\n")
+    mixed = "from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({1: 2, 'run': {}})\n"
+    (home / "mixed.py").write_text(mixed)
     (home / "a_file").write_text("kept\n")
     (home / "latin1.txt").write_bytes("Größe".encode("latin-1"))
     (home / "no_json.json").write_text("mesh: 4\n")

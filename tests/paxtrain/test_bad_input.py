@@ -206,6 +206,8 @@ BAD_FLAGS = {
     "configuration file that is no Python": ["--config={home}/syntax.py"],
     "configuration file without its imports": ["--config={home}/imports.py"],
     "configuration file that looks for a key": ["--config={home}/key.py"],
+    "configuration file with a number as a key": ["--config={home}/number.py"],
+    "configuration file with keys that cannot be sorted": ["--config={home}/mixed.py"],
     "positional argument": ["configs/tiny.py"],
     "unknown flag": ["--meshes=3"],
     "no number": ["--cpu_devices=many"],

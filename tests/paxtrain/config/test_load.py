@@ -111,3 +111,19 @@ def test_a_file_without_get_config_is_named(tmp_path):
         "import types\ndef get_config():\n    return types.SimpleNamespace(to_dict=dict)\n"
     )
     assert load_config(str(tmp_path / "some.py")) == from_dict({})
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("found[1] = 2", "keys in get_config.* must be strings, .*, got 1"),
+        ("found.model = {1: 2, 'layers': 4}", "must be strings, .*, got keys of several types"),
+        ("found.model = found", "unknown configuration key model.model"),  # it has no end
+    ],
+)
+def test_keys_of_a_file_are_strings(tmp_path, line, words):
+    path = tmp_path / "keys.py"
+    lines = ["from ml_collections import ConfigDict", "def get_config():", "    found = ConfigDict()", f"    {line}"]
+    path.write_text("\n".join([*lines, "    return found\n"]))
+    with pytest.raises(UserError, match=words):
+        load_config(str(path))
