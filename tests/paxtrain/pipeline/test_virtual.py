@@ -1,6 +1,5 @@
 """The virtual mesh on one device against jax.shard_map on eight: every collective, then the gradients of a step."""
 
-import itertools
 import re
 
 import jax
@@ -184,8 +183,15 @@ def test_control_flow_and_gradients(sizes):
 
 # --- A whole step -----------------------------------------------------------------------------------------------------
 
-ALL = itertools.product([(2, 2, 2), (2, 4, 1)], ["eager_1f1b", "1f1b", "zb_h1"], [True, False])
-STEPS = [pytest.param(*c, False, marks=pytest.mark.slow) for c in ALL]
+# Both meshes with each schedule; each of them with and without ZeRO-1, which concerns neither rows nor messages.
+CASES = [
+    ((2, 2, 2), "eager_1f1b", True),
+    ((2, 2, 2), "zb_h1", False),
+    ((2, 4, 1), "eager_1f1b", False),
+    ((2, 4, 1), "1f1b", True),
+    ((2, 4, 1), "zb_h1", True),
+]
+STEPS = [pytest.param(*c, False, marks=pytest.mark.slow) for c in CASES]
 STEPS += [pytest.param((2, 2, 2), "zb_v", True, False, marks=pytest.mark.slow)]
 STEPS += [((2, 2, 2), "1f1b", False, True), pytest.param((2, 3, 1), "eager_1f1b", True, False, marks=pytest.mark.slow)]
 
