@@ -368,6 +368,7 @@ def parse(columns: dict[str, str]) -> Trial:
         raise UserError("cluster must have a name, got an empty cell")
     n = {name: _count(name, row[name]) for name in _COUNTS}
     more = _optional_counts(row, kv_heads=0, ffn=0, experts=0, context=1, expert=1, shard_group=0, host_nics=1)
+    _ = _optional_counts(row, top_k=0, expert_ffn=0)  # which says what is wrong with them; nothing predicts them
     whole_mesh = n["tp"] * n["dp"] * n["pp"] * more["context"]
     if whole_mesh != n["devices"]:
         context = f" x context={more['context']}" if more["context"] > 1 else ""

@@ -90,6 +90,7 @@ NO_COUNTS = (
     "cluster",
     "device_kinds",
     "dtype",
+    "model",
     "schedule",
     "stage_layers",
 )  # columns of trials that are no single number

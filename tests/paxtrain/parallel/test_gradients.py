@@ -235,8 +235,8 @@ def everything() -> list[Config]:
 
 
 def threes(c: Config) -> set[tuple]:
-    """Return every three of a case's settings."""
-    settings = c.mesh.data > 1, c.mesh.pipe, c.mesh.tensor, c.pipeline.schedule, c.pipeline.save, shape(c)
+    """Return every three of a case's settings; the numbers of ranks of data and tensor groups are in COVERING."""
+    settings = c.mesh.data > 1, c.mesh.pipe, c.mesh.tensor > 1, c.pipeline.schedule, c.pipeline.save, shape(c)
     return set(itertools.combinations(enumerate(settings), 3))
 
 

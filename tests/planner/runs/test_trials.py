@@ -121,6 +121,8 @@ def test_spreadsheets_spaces_and_byte_order_marks_do_no_harm(tmp_path):
         ({"micro_batch": 1.5}, "micro_batch must be a whole number"),
         ({"tp": ""}, "tp must be a whole number"),
         ({"tp": "\u0662"}, "tp must be a whole number"),
+        ({"experts": 8, "top_k": "two"}, "top_k must be a whole number from 1 on, got 'two'"),
+        ({"experts": 8, "expert_ffn": "nan"}, "expert_ffn must be a whole number"),
         ({"hidden": "1_024"}, "hidden must be a whole number from 1 on, got '1_024'"),
         ({"stage_layers": "\u0664;6"}, "must be 2 counts"),
         ({"intra_gbit": "2_400"}, "intra_gbit must be above 0, got '2_400'"),
