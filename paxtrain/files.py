@@ -9,7 +9,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paxtrain.errors import UserError, is_full
 
@@ -123,11 +123,38 @@ def cache_folder(name: str) -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "paxtrain" / name
 
 
-def keep(path: pathlib.Path, content: str) -> None:
-    """Write a file of a cache, whole or not at all, because other processes read it; if that fails, do nothing."""
+def kept_file(folder: str, key: object) -> pathlib.Path:
+    """Return the file of the user's cache that keeps what follows from a key.
+
+    Args:
+        folder: one of this project's folders there.
+        key: JSON values that stand for everything that the file's content depends on.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder(folder) / f"{name}.json"
+
+
+def keep(path: pathlib.Path, value: object) -> None:
+    """Write a value of JSON to a file of a cache; if that fails, do nothing.
+
+    The file is written whole or not at all, because other processes read it.
+    """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, content)
+        write(path, json.dumps({"digest": _digest(value), "value": value}))
+
+
+def kept(path: pathlib.Path) -> Any:
+    """Return the value that `keep` has written; None if it is not there, damaged, or of somebody else."""
+    try:
+        stored = json.loads(path.read_text())
+        return stored["value"] if stored["digest"] == _digest(stored["value"]) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def fingerprint(*sources: str) -> str:

@@ -13,9 +13,7 @@ devices, and `source` says so: that is another compiler's answer, useful in test
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
-import json
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
@@ -96,14 +94,13 @@ def _cache_file(request: CompileRequest) -> pathlib.Path:
         {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         _sources(),
     ]
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    return files.cache_folder("oracle") / f"{name}.json"
+    return files.kept_file("oracle", key)
 
 
 def _load(path: pathlib.Path) -> OracleMemory | None:
     try:
-        return OracleMemory(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # not there yet, or damaged: compiled again
+        return OracleMemory(**files.kept(path))
+    except TypeError:  # not there yet, or damaged: compiled again
         return None
 
 
@@ -128,7 +125,7 @@ def oracle(config: Config, kind: str, hosts: int, per_host: int) -> OracleMemory
     request = CompileRequest(config, kind, hosts, per_host)
     path = _cache_file(request)
     memory = _load(path) or _compile(request)
-    files.keep(path, json.dumps(dataclasses.asdict(memory)))
+    files.keep(path, dataclasses.asdict(memory))
     return memory
 
 

@@ -5,5 +5,6 @@ inputs.py         the configuration's sections that are read, and the search tha
 options.py        PlanOptions, and their checks
 offers.py         gains of compression that was not asked for
 loss_budget.py    codecs within a budget of loss, by a probe of the model
+kept.py           what a search has found, kept on disk
 to_plan.py        a candidate as a plan for the trainer
 """

@@ -21,7 +21,7 @@ from planner.cost.step_time import Problem
 from planner.cost.terms import terms
 from planner.memory import closed_form
 from planner.placement.gain import gain
-from planner.planning import loss_budget, to_plan
+from planner.planning import kept, loss_budget, to_plan
 from planner.planning.inputs import Values, search_for, sections
 from planner.planning.offers import offers
 from planner.planning.options import PlanOptions
@@ -200,19 +200,29 @@ def plan_sections(
     compiles = _compiles(options.oracle, cluster)
     planning = _Planning(search, compress, values, search.global_batch, say)
     search.require_one()
-    say(f"searching {len(search.space):,} candidates for {cluster.devices} devices on {len(cluster.hosts)} host(s)")
-    outcome = search.run(progress=say)
-    chosen = outcome.ranked[0]
+    offered = None if budgeted or options.kinds(search.coded) else options.data_ranks
+    asked = [options.nearby, offered]
+    known = kept.recall(search, asked)
+    if known is None:
+        say(f"searching {len(search.space):,} candidates for {cluster.devices} devices on {len(cluster.hosts)} host(s)")
+    else:
+        say("pricing the plans that were found before")
+    searched = known.outcome if known else search.run(progress=say)
+    outcome, chosen = searched, searched.ranked[0]
     rows: tuple[contents.OracleRow, ...] = ()
     if compiles:
         chosen, rows = planning.recheck(outcome)
         ranked = [chosen if found.index == chosen.index else found for found in outcome.ranked]
         outcome = dataclasses.replace(outcome, ranked=ranked)
-    near = planning.nearby(outcome.ranked[outcome.ranked.index(chosen) :]) if options.nearby else ()
-    say("comparing")
-    offered = () if budgeted or options.kinds(search.coded) else offers(search, options.data_ranks)
-    made = planning.report(outcome, chosen, rows, explained)
-    made = dataclasses.replace(made, nearby=near, offers=offered, budgeted=budgeted)
+    if known is None or known.chosen != chosen.index:
+        near = planning.nearby(outcome.ranked[outcome.ranked.index(chosen) :]) if options.nearby else ()
+        say("comparing")
+        more = () if offered is None else offers(search, offered)
+        comparisons = baselines.comparisons(search, chosen)
+        known = kept.Findings(searched, chosen.index, near, more, comparisons, planning.noise(chosen))
+        kept.keep(search, asked, known)
+    made = planning.report(outcome, known, chosen, rows, explained)
+    made = dataclasses.replace(made, budgeted=budgeted)
     return Plans(
         plan=planning.plan(chosen, {**figures(made), **(predicted or {})}),
         ranked=tuple(map(_ranked, outcome.ranked)),
@@ -316,12 +326,18 @@ class _Planning:
         return (*nearby.fewer_hosts(self.search, ranked)[:1], *nearby.batches(self.search, ranked)[:2])
 
     def report(
-        self, outcome: Outcome, chosen: Found, rows: tuple[contents.OracleRow, ...], reasons: bool
+        self,
+        outcome: Outcome,
+        known: kept.Findings,
+        chosen: Found,
+        rows: tuple[contents.OracleRow, ...],
+        reasons: bool,
     ) -> contents.Report:
         """Return the report on the chosen plan.
 
         Args:
             outcome: the ranked plans and the statistics of the search.
+            known: what was found besides these.
             chosen: the recommended plan, one of the ranked ones.
             rows: plans that were compiled to check their memory.
             reasons: whether to explain why each neighbor of the plan is not the recommended one.
@@ -337,12 +353,14 @@ class _Planning:
             outcome=outcome,
             chosen=chosen,
             fabric=search.fabric,
-            comparisons=baselines.comparisons(search, chosen),
+            comparisons=known.comparisons,
             memory={field.name: getattr(stages, field.name) for field in dataclasses.fields(stages)},
             limit=search.limit,
             memory_source=rows[-1].source if rows else estimate,
             sources=self.sources(rows),
-            noise=self.noise(chosen),
+            noise=known.noise,
+            nearby=known.nearby,
+            offers=known.offers,
             oracle=rows,
             explained=self.explained(chosen) if reasons else (),
             command=shlex.join(["python", *sys.orig_argv[1:]]),

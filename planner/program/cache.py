@@ -4,12 +4,10 @@ Reading one takes a tenth of a second, and jax.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
-import json
-from typing import Any
 
 from paxtrain import files
 from paxtrain.config import ModelConfig
@@ -52,29 +50,21 @@ def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, 
 def _program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str, kind: str) -> LayerProgram:
     version = importlib.metadata.version("jax")
     key = [dataclasses.asdict(model), mesh, sequence_parallel, save, version, _fingerprint()]
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    path = files.cache_folder("programs") / f"{name}.json"
-    try:
-        stored = json.loads(path.read_text())
-        if stored["digest"] == _digest(stored["program"]):
-            return _parse(stored["program"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # not there yet, damaged, or of somebody else
-        pass
+    path = files.kept_file("programs", key)
+    with contextlib.suppress(ValueError, TypeError):  # somebody else's value
+        if (stored := files.kept(path)) is not None:
+            return _parse(stored)
     from planner.program import reading  # here, since it imports jax, which takes long
 
     found = reading.read(model, mesh, sequence_parallel, save, kind)
     if not model.module:  # whose source may change unseen
-        files.keep(path, json.dumps({"digest": _digest(found), "program": found}))
+        files.keep(path, found)
     return found
 
 
 @functools.cache
 def _fingerprint() -> str:
     return files.fingerprint(*_SOURCES, "planner/program")
-
-
-def _digest(program: Any) -> str:
-    return hashlib.sha256(json.dumps(program).encode()).hexdigest()
 
 
 def _parse(values: list) -> LayerProgram:

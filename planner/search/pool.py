@@ -51,10 +51,15 @@ def plain_layouts(candidate: Candidate, per_host: int) -> Array:
 
 
 class Pools:
-    """The pools of all meshes on a cluster."""
+    """The pools of all meshes on a cluster.
+
+    Attributes:
+        found: placements [D, P] that joined the pools, by the sizes of their mesh.
+    """
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
+        self.found: dict[tuple[int, ...], list[Array]] = {}
         self._pools: dict[tuple[int, ...], Pool] = {}
 
     def of(self, problem: Problem) -> Pool:
@@ -66,7 +71,7 @@ class Pools:
             # Hosts of one kind side by side, so that data ranks lie on one kind as far as they can.
             by_kind = np.argsort(problem.kind_of_host, kind="stable")[plain]
             starts = _without(np.concatenate([by_kind, self._starts(problem)]), plain)
-            hosts = np.concatenate([plain, starts])
+            hosts = np.concatenate([plain, starts, *(found[None] for found in self.found.get(key, ()))])
             self._pools[key] = Pool(hosts, problem.paths(self.fabric, hosts), len(plain))
         return self._pools[key]
 
@@ -75,6 +80,7 @@ class Pools:
         pool = self.of(problem)
         if not len(_without(hosts[None], pool.hosts)):
             return False
+        self.found.setdefault(tuple(problem.candidate.sizes.values()), []).append(hosts)
         pool.hosts = np.concatenate([pool.hosts, hosts[None]])
         pool.paths = pool.paths.join(problem.paths(self.fabric, hosts[None]))
         return True

@@ -2,6 +2,16 @@ import pathlib
 
 import pytest
 
+from planner.planning import kept
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plans_are_kept_for_one_file(tmp_path_factory):
+    """Keep what a file's tests find from those of other files and runs, which may replace parts of the planner."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "FOLDER", str(tmp_path_factory.mktemp("plans")))
+        yield
+
 
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:

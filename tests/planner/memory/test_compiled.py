@@ -1,7 +1,6 @@
 """The memory oracle: what it compiles, what it remembers, and its message if it cannot compile."""
 
 import dataclasses
-import json
 
 import jax
 import pytest
@@ -131,5 +130,5 @@ def test_one_that_takes_too_long_is_ended_and_the_next_is_answered(no_plugin, mo
         oracle.CompileRequest(config(model={"hidden": 96}), "h100", 1, 2),
     )
     answer = oracle.OracleMemory(1, 2, 3, 0.5, "of old")
-    files.keep(oracle._cache_file(known), json.dumps(dataclasses.asdict(answer)))
+    files.keep(oracle._cache_file(known), dataclasses.asdict(answer))
     assert oracle.oracles([slow, known], workers=1, seconds=0.01) == ["not compiled in 0.01 s", answer]

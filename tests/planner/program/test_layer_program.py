@@ -212,7 +212,7 @@ def test_a_program_is_read_once_and_damaged_files_are_read_anew(private_cache, m
     forget()
     assert layer_program(model(layers=7), 2, False, "dots") == first and not read
     stored = json.loads(path.read_text())
-    changed = {**stored, "program": [*stored["program"][:-1], [0, 1]]}
+    changed = {**stored, "value": [*stored["value"][:-1], [0, 1]]}
     for text in ("", "{}", "[]", "5", "\x00", path.read_text()[:-9], json.dumps(changed), "[" * 10**5):
         path.write_text(text)
         forget()
