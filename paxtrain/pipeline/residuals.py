@@ -46,6 +46,7 @@ class SplitVjp:
     Weights stay in place. Only the other residuals have to be kept from F to B.
 
     Attributes:
+        traced: the jaxpr of F, over the leaves of its arguments; its results are the output and all residuals.
         output: shapes and dtypes of the function's output, a tree.
         kept: shapes and dtypes of the residuals that are not weights.
 
@@ -63,7 +64,7 @@ class SplitVjp:
             where.extend(ids.get(id(residual), -1) for residual in jax.tree.leaves(vjp))
             return y, vjp
 
-        self.output, vjp = jax.eval_shape(probe, weights, x, *rest)
+        self.traced, (self.output, vjp) = jax.make_jaxpr(probe, return_shape=True)(weights, x, *rest)
         leaves, self._treedef = jax.tree.flatten(vjp)
         self._where = where
         self.kept = [leaf for leaf, w in zip(leaves, where) if w < 0]

@@ -112,6 +112,19 @@ class Cluster:
         return cls(**cluster_file.read(name))
 
     @classmethod
+    def of(cls, given: "Cluster | str | pathlib.Path") -> "Cluster":
+        """Return a cluster as it is, and a file's as `load` does.
+
+        Raises:
+            UserError: it is neither a cluster nor the name of a file, or `load` refuses the file.
+        """
+        if isinstance(given, (str, pathlib.Path)):
+            return cls.load(given)
+        if not isinstance(given, cls):
+            raise UserError(f"cluster must be a planner.Cluster, a path or a shipped name, got {type(given).__name__}")
+        return given
+
+    @classmethod
     def parse(cls, values: object, folder: pathlib.Path = pathlib.Path()) -> "Cluster":
         """Return the cluster that a file's values describe.
 

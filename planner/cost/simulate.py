@@ -1,6 +1,7 @@
 """The simulated step of one configuration on one cluster, by this trainer and by others'."""
 
 import dataclasses
+import pathlib
 
 import numpy as np
 
@@ -88,17 +89,21 @@ def _some(config: Config, place: str) -> tuple[int, ...]:
     return found if config.mesh.pipe > 1 and len(found) < config.links else ()
 
 
-def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) -> SimulatedStep:
+def simulate(
+    config: Config, cluster: Cluster | str | pathlib.Path, hosts: np.ndarray | None = None
+) -> SimulatedStep:
     """Simulate the step of a configuration on a cluster.
 
     Args:
         config: configuration; its mesh has as many devices as the cluster, or fewer.
-        cluster: cluster, see `Cluster.load`.
+        cluster: cluster, or its file as `Cluster.load` takes it.
         hosts: int [data, stages], host of each tensor group; None places them in the order of the devices.
 
     Raises:
         ValueError: the mesh or the placement does not fit the cluster.
+        UserError: the cluster's file cannot be read.
     """
+    cluster = Cluster.of(cluster)
     candidate = candidate_of_config(config)
     if candidate.seat > cluster.devices_per_host or cluster.devices_per_host % candidate.seat:
         per_host = cluster.devices_per_host

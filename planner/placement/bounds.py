@@ -31,6 +31,7 @@ the number of hosts, G the tensor groups per host, and D the number of data rank
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -69,7 +70,20 @@ class _Case:
     stages: int
 
 
-def _cases(problem: Problem, links: CaseLinks, slots: int) -> Iterator[_Case]:
+@functools.lru_cache(maxsize=64)
+def _slowest(fabric: Fabric, both: bool, one_way: bool) -> float:
+    """Return the least seconds per byte of the slowest link of rings that touch all hosts; see `bottleneck`.
+
+    Args:
+        fabric: links of the cluster.
+        both: whether a ring uses both directions of its links.
+        one_way: whether it uses at most one of them.
+    """
+    per_byte = np.where(np.eye(len(fabric.per_byte), dtype=bool), np.inf, fabric.per_byte)
+    return bottleneck(np.maximum(per_byte, per_byte.T) if both else per_byte, one_way)
+
+
+def _cases(problem: Problem, fabric: Fabric, links: CaseLinks, slots: int) -> Iterator[_Case]:
     """Yield cases that together cover all placements."""
     c, hosts = problem.candidate, len(links.inside_alpha)
     ranks, rings, most = c.together, c.apart * c.pipe, min(slots, c.pipe)
@@ -94,8 +108,7 @@ def _cases(problem: Problem, links: CaseLinks, slots: int) -> Iterator[_Case]:
         least = fastest * links.share(k)
         if k * hosts == touched:
             # A ring over two hosts uses both directions of their link, and a ring over more hosts at most one.
-            both, one_way = rings * 2 == touched, k == 1 and ranks > 2 * slots
-            slowest = bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte, one_way)
+            slowest = _slowest(fabric, rings * 2 == touched, k == 1 and ranks > 2 * slots)
             yield _Case(alpha, float(least), float(slowest * links.share(k)), min(k, c.pipe))
         else:
             yield _Case(alpha, float(fastest * links.share(1)), float(max(every, least)), min(k, c.pipe))
@@ -125,7 +138,8 @@ class _Bound:
     Attributes:
         problem: the problem, with the fastest kind of device added as kind 0.
         pipe: number of stages P.
-        links: links of the fabric.
+        fabric: links of the cluster.
+        links: the same as the problem uses them.
         hosts: number of hosts.
         slots: tensor groups per host.
         worst: W.
@@ -138,7 +152,7 @@ class _Bound:
     def __init__(self, problem: Problem, fabric: Fabric) -> None:
         c = problem.candidate
         self.problem, self.pipe = _fastest_kind(problem), c.pipe
-        self.links = case_links(problem, fabric)
+        self.fabric, self.links = fabric, case_links(problem, fabric)
         self.hosts = len(fabric.alpha)
         self.slots = c.groups // self.hosts
         self.worst = c.pipe if c.pipe <= _WORST else 1
@@ -329,16 +343,18 @@ class _Bound:
             cut += extra * counts[own].min(axis=0)
         return np.where(sound, cut, 0.0)
 
-    def lower(self) -> float:
-        """Return the lower bound of the step in seconds over all placements."""
-        cases = list(_cases(self.problem, self.links, self.slots))
+    def lower(self, enough: float) -> float:
+        """Return the lower bound of the step in seconds over all placements; see the function `lower`."""
+        cases = list(_cases(self.problem, self.fabric, self.links, self.slots))
         flat = self.totals(cases, [self.flat_hops(case) for case in cases])  # [cases, W]
-        least = math.inf
+        least, later = math.inf, self.exchanges()
+        if flat.min() + later >= enough:
+            return float(flat.min()) + later
         for i in np.argsort(flat.min(axis=1), kind="stable"):
             if flat[i].min() >= least:  # nor is what its hops say below that
                 break
             least = min(least, float(np.maximum(self.hops(cases[i], flat[i]), self.slow_kinds(cases[i])).min()))
-        return least + self.exchanges()
+        return least + later
 
     def exchanges(self) -> float:
         """Return the least seconds of a step for which it waits for exchanges between groups; 0 if it may hide them."""
@@ -360,6 +376,12 @@ def _joined(links: list[LinkSeconds]) -> LinkSeconds:
     return LinkSeconds(**{field.name: joined(field.name) for field in dataclasses.fields(LinkSeconds)})
 
 
-def lower(problem: Problem, fabric: Fabric) -> float:
-    """Return seconds that no placement's predicted step is below, on these links."""
-    return _Bound(problem, fabric).lower() * (1 - ROUNDING)
+def lower(problem: Problem, fabric: Fabric, enough: float = math.inf) -> float:
+    """Return seconds that no placement's predicted step is below, on these links.
+
+    Args:
+        problem: candidate to place, on its cluster.
+        fabric: links of the cluster.
+        enough: seconds; a bound that is not below them need not be the closest one.
+    """
+    return _Bound(problem, fabric).lower(enough * (1 + 2 * ROUNDING)) * (1 - ROUNDING)

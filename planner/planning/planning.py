@@ -146,7 +146,7 @@ class Plans:
 
 def plan(
     config: Config,
-    cluster: Cluster,
+    cluster: Cluster | str | pathlib.Path,
     options: PlanOptions | None = None,
     *,
     explained: bool = False,
@@ -156,15 +156,15 @@ def plan(
 
     Args:
         config: configuration. Its model, its global batch and its compression, except the ranks, are used.
-        cluster: cluster to plan for; see `Cluster.load`.
+        cluster: cluster to plan for, or its file as `Cluster.load` takes it.
         options: options of the choice and of the search; None for the defaults.
         explained: whether to explain why each neighbor of the plan is not the recommended one.
         say: function that gets the name of each phase as it begins.
 
     Raises:
-        UserError: the planner does not support the configuration, or no plan fits.
+        UserError: the cluster's file cannot be read, the planner does not support the configuration, or no plan fits.
     """
-    return plan_sections(to_dict(config), cluster, options or PlanOptions(), explained=explained, say=say)
+    return plan_sections(to_dict(config), Cluster.of(cluster), options or PlanOptions(), explained=explained, say=say)
 
 
 def plan_sections(

@@ -110,9 +110,9 @@ class _Reader:
 
         vjp = SplitVjp(save_policy(save)(layer), weights, x, *rest)
         split = SplitBackward(vjp, weights)
-        first = jax.make_jaxpr(lambda *of_layer: vjp.forward(*of_layer, *rest))(weights, x)
         made: Names = {}
-        forward = list(operations(first.jaxpr.eqns, made))
+        first = vjp.traced.jaxpr
+        forward = list(operations(first.eqns, made))
         known: Names = {}
         backward, last = (list(operations(some, known)) for some in (split.input_equations, split.weight_equations))
         # W makes some of what B makes once more, if it is apart.
@@ -121,7 +121,7 @@ class _Reader:
         both = {id(one) for one in split.input_equations}
         joined = [*backward, *operations([one for one in split.weight_equations if id(one) not in both], known)]
         return LayerProgram(
-            self._work(forward, [made[x] for x in first.jaxpr.outvars if isinstance(x, core.Var) and x in made]),
+            self._work(forward, [made[x] for x in first.outvars if isinstance(x, core.Var) and x in made]),
             self._work(backward, left),
             self._work(last),
             self._bytes(vjp.kept),

@@ -56,7 +56,8 @@ class Refinement:
         self.found: dict[int, Found] = {}
         self.placed = 0
         self._gained = 0.0  # most that care has gained over a quick placement, as a share
-        self._bounds: dict[tuple, float] = {}  # over all placements, by (index, counts)
+        # Over all placements, and whether they are as close as they get, by (index, counts).
+        self._bounds: dict[tuple, tuple[float, bool]] = {}
         self._done: dict[tuple, int] = {}  # effort with which (index, counts) was placed
         self._exact: dict[tuple, Placement] = {}  # best of all placements, by (index, counts) and effort
         self._split: dict[tuple, Found] = {}  # what `_resplit` has simulated
@@ -148,15 +149,23 @@ class Refinement:
                 return True  # with another split, which the bound below does not know, if not with this one
         elif effort > 0 and self.key(f) > best * (1 + max(_BEHIND, _GAINS * self._gained)):
             return False
-        return self.key(f) <= best or self.bound(f) * handicap(f.candidate, self.gain) < best
+        least = best / handicap(f.candidate, self.gain)
+        return self.key(f) <= best or self.bound(f, least) < least
 
-    def bound(self, f: Found) -> float:
-        """Return seconds that no placement of a plan is below."""
+    def bound(self, f: Found, enough: float = math.inf) -> float:
+        """Return seconds that no placement of a plan is below.
+
+        Args:
+            f: plan.
+            enough: seconds; see `lower`.
+        """
         if f.candidate.data_micro_batches:  # placements are bounded for data ranks that are alike
             return f.screened
-        if self._name(f) not in self._bounds:
-            self._bounds[self._name(f)] = lower(self._problem(f), self.trials.fabric)
-        return self._bounds[self._name(f)]
+        known, closest = self._bounds.get(self._name(f), (0.0, False))
+        if not closest and known < enough:
+            known = lower(self._problem(f), self.trials.fabric, enough)
+            self._bounds[self._name(f)] = known, known < enough
+        return known
 
     def _few(self, f: Found) -> bool:
         """Return whether a plan's placements are so few that all are evaluated if it is placed thoroughly."""

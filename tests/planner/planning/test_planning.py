@@ -42,6 +42,21 @@ def test_plans_are_ranked_with_figures_as_arrays(found):
     assert found.explain()
 
 
+def test_a_cluster_may_be_named_by_its_file(config, found, tmp_path):
+    path = tmp_path / "cluster.json"
+    cluster(2, 4).save(path)
+    for given in (path, str(path)):
+        made = planner.plan(config, given, OPTIONS)
+        assert plans.to_json(made.plan) == plans.to_json(found.plan)
+        run = made.plan.apply(to_dict(config))
+        assert planner.simulate(run, given).seconds == planner.simulate(run, cluster(2, 4)).seconds
+    for call in (planner.plan, planner.simulate):
+        with pytest.raises(paxtrain.UserError, match="^there is no shipped file 'a100'; did you mean"):
+            call(config, "a100")
+        with pytest.raises(paxtrain.UserError, match=r"^cluster must be a planner\.Cluster, .* got dict$"):
+            call(config, {"hosts": 2})
+
+
 def test_what_is_saved_is_what_the_trainer_reads(found, tmp_path):
     found.save(tmp_path / "new")
     assert plans.load(tmp_path / "new" / PLAN) == plans.from_json(json.loads(json.dumps(plans.to_json(found.plan))))
