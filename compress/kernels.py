@@ -11,10 +11,8 @@ precision: float32 factors are multiplied in full float32, bfloat16 ones as tens
 bfloat16.
 
 `implementation` is one of these. "xla" is plain jnp. "triton" are compress/gpu/triton.py's kernels for NVIDIA GPUs, and
-"interpret" the same kernels in Pallas's interpreter, for tests on any device. "wgmma" and "tcgen05" are
-compress/gpu/mosaic.py's kernels for Hopper and Blackwell; matrices that these do not take go to "triton". Sender and
-receiver of a message, and a `Lazy` error, must use the same implementation: the last bits of p w^T depend on it.
-`make gpu` compares their speed.
+"interpret" the same kernels in Pallas's interpreter, for tests on any device. Sender and receiver of a message, and a
+`Lazy` error, must use the same implementation: the last bits of p w^T depend on it. `make gpu` compares their speed.
 
 If `active` (a traced scalar) is False, a pass returns the state that it updates as it was, bit for bit. The state is an
 error's first array, or the m of `residual`. "triton" updates it in place if XLA sees no later use of it, and an
@@ -26,13 +24,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
-from compress.gpu import mosaic, triton
+from compress.gpu import triton
 
-MOSAIC_AVAILABLE = mosaic.AVAILABLE  # whether this jax can run "wgmma" and "tcgen05"
-MOSAIC = tuple(mosaic.UNITS)  # the implementations on the Mosaic GPU backend
-IMPLEMENTATIONS = ("xla", "triton", *MOSAIC, "interpret")
+IMPLEMENTATIONS = ("xla", "triton", "interpret")
 
 
 class Explicit(NamedTuple):
@@ -83,17 +78,7 @@ def on_gpu(capability: float) -> tuple[str, ...]:
 
     The kernels are laid out for data-centre GPUs.
     """
-    if not 8 <= capability < 11:
-        return ("xla",)
-    units = {9: ("wgmma",), 10: ("tcgen05",)}.get(int(capability), ()) if MOSAIC_AVAILABLE else ()
-    # On an H200 "triton" encodes in three quarters of the time of "wgmma" (docs/gpu.md). No B200 has been measured.
-    return ("triton", *units, "xla") if capability < 10 else (*units, "triton", "xla")
-
-
-def _units(implementation: str, size: tuple[int, ...], rank: int, *dtypes: DTypeLike) -> mosaic.Units | None:
-    """Return the Mosaic GPU kernels that an implementation has for matrices, or None."""
-    units = mosaic.UNITS.get(implementation)
-    return units if units and mosaic.fits(units, (size[0], size[1]), rank, *dtypes) else None
+    return ("triton", "xla") if 8 <= capability < 11 else ("xla",)
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -119,8 +104,6 @@ def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str 
         dtype: dtype of the result.
         implementation: one of IMPLEMENTATIONS.
     """
-    if units := _units(implementation, (p.shape[-2], w.shape[-2]), p.shape[-1], dtype, p.dtype):
-        return mosaic.decode(units, p, w)
     if uses_kernels(implementation):
         return triton.decode(p, w, dtype, interpret=implementation == "interpret")
     product = _dot(p, w, (-1, -1))
@@ -142,8 +125,6 @@ def residual(
         active: if it is False, m is returned, bit for bit.
         implementation: one of IMPLEMENTATIONS.
     """
-    if units := _units(implementation, m.shape[-2:], p.shape[-1], m.dtype, p.dtype):
-        return mosaic.residual(units, m, p, w, active)
     if uses_kernels(implementation):
         return triton.residual(m, p, w, active, interpret=implementation == "interpret")
     e = _add(m, -decode(p, w, m.dtype))
@@ -178,12 +159,8 @@ def project(
     """
     if uses_kernels(implementation):
         operands: tuple[jax.Array, ...] = error or ()
-        units = _units(implementation, x.shape[-2:], q.shape[-1], x.dtype, q.dtype)
-        if units and not keep:
-            m, sums = mosaic.project(units, x, q, *operands, active=active)
-        else:
-            interpret = implementation == "interpret"
-            m, sums = triton.project(x, q, *operands, active=active, keep=keep, interpret=interpret)
+        interpret = implementation == "interpret"
+        m, sums = triton.project(x, q, *operands, active=active, keep=keep, interpret=interpret)
         return m, sums if parts else sums.sum(-3)
     m = x
     if error is not None:
@@ -206,10 +183,7 @@ def backproject(
         implementation: one of IMPLEMENTATIONS.
     """
     if uses_kernels(implementation):
-        if units := _units(implementation, m.shape[-2:], p.shape[-1], m.dtype, p.dtype):
-            s, g = mosaic.backproject(units, m, p)
-        else:
-            s, g = triton.backproject(m, p, interpret=implementation == "interpret")
+        s, g = triton.backproject(m, p, interpret=implementation == "interpret")
         return (s, g) if parts else (s.sum(-3), g.sum(-3)[..., : p.shape[-1], :])
     # The barrier keeps the products apart: XLA would join them, and copy all of m beside p for that.
     own = lax.optimization_barrier(p)

@@ -297,10 +297,8 @@ class CompressConfig(Checked):
         factors: dtype of low rank's factors on the wire between stages: "float32", "bfloat16", "int8" (a scale per
             column), or "auto": the compute dtype.
         min_ratio: smallest ratio of a matrix's bytes to its factors' bytes; other matrices stay dense.
-        implementation: implementation of the passes over whole matrices: "xla", "triton" or "mosaic" (Pallas kernels;
-            mosaic is "wgmma" on H100 and H200 GPUs and "tcgen05" on B200 GPUs), or "auto": triton on H100 and H200
-            GPUs for ranks up to 128 and on A100 GPUs for ranks up to 64, and mosaic on B200 GPUs (triton with a jax
-            before 0.11.2).
+        implementation: implementation of the passes over whole matrices: "xla", "triton" (Pallas kernels), or "auto":
+            triton on H100, H200 and B200 GPUs for ranks up to 128 and on A100 GPUs for ranks up to 64.
     """
 
     backward: BackwardConfig = BackwardConfig()
@@ -317,7 +315,7 @@ class CompressConfig(Checked):
     def check(self) -> None:
         choice("compress.error", self.error, ("lazy", "explicit", "none"))
         choice("compress.factors", self.factors, ("auto", "float32", "bfloat16", "int8"))
-        choice("compress.implementation", self.implementation, ("auto", "xla", "triton", "mosaic"))
+        choice("compress.implementation", self.implementation, ("auto", "xla", "triton"))
         bounded("compress", self)
         require(self.min_ratio >= 0, f"compress.min_ratio must not be negative, got {self.min_ratio}")
 

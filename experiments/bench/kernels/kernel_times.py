@@ -1,9 +1,9 @@
 """Times of the compression's passes on this machine's GPU, beside the bandwidth of its memory.
 
 Messages are encoded with the lazy error and decoded, as between pipeline stages. Gradients are reduced over one data
-rank and decoded, as in data parallelism, without the collectives. "xla", "triton", "wgmma" and "tcgen05" are
-implementations of kernels.py. "gram_schmidt" is PowerSGD as the released Optimus-CC does it: an explicit error, and
-columns that are orthogonalised one after another.
+rank and decoded, as in data parallelism, without the collectives. "xla" and "triton" are implementations of
+kernels.py. "gram_schmidt" is PowerSGD as the released Optimus-CC does it: an explicit error, and columns that are
+orthogonalised one after another.
 
 The bytes of an operation are those that have to move: each matrix counts once for every read and write of the best
 form, and thin factors do not count. The share is the rate of these bytes over the bandwidth of a copy in the same run.

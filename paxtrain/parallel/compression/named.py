@@ -6,7 +6,7 @@ import jax
 
 from compress.codec import Codec
 from compress.codecs import named
-from compress.kernels import MOSAIC, largest_kernel_rank, on_gpu
+from compress.kernels import largest_kernel_rank, on_gpu
 from compress.reducer import Reducer, Scattered
 from paxtrain.config import CompressConfig, Config
 from paxtrain.config.options import PLACES, REDUCED
@@ -22,7 +22,7 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
         codec: codec of the gradients between stages, if it is not the configuration's.
 
     Raises:
-        UserError: compress.implementation names kernels, and the device, a rank or jax does not allow them.
+        UserError: compress.implementation names kernels, and the device or a rank does not allow them.
     """
     c, asked = config.compress, config.compress.implementation
     ranks = [0]
@@ -37,22 +37,17 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
         return here[0] if (capability == 8 or capability >= 9) and max(ranks) <= largest else "xla"
     if asked == "xla":
         return asked
-    found = next((name for name in here if name == asked or (asked == "mosaic" and name in MOSAIC)), None)
-    if found is None:
-        needs = {
-            "triton": "NVIDIA A100, H100, H200 or B200 GPUs",
-            "mosaic": "NVIDIA H100, H200 or B200 GPUs and jax 0.11.2",
-        }[asked]
-        version = f" and jax {jax.__version__}" if asked == "mosaic" else ""
+    if asked not in here:
         raise UserError(
-            f"compress.implementation={asked} needs {needs}, got {device.device_kind}{version}; auto or xla would work"
+            f"compress.implementation={asked} needs NVIDIA A100, H100, H200 or B200 GPUs, got {device.device_kind}; "
+            "auto or xla would work"
         )
     if max(ranks) > largest:
         raise UserError(
             f"compress.implementation={asked} takes ranks up to {largest} on {device.device_kind}, got {max(ranks)}; "
             "auto or xla would work"
         )
-    return found
+    return asked
 
 
 def named_codec(compress: CompressConfig, place: str) -> Any:

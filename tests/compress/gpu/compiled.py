@@ -1,8 +1,5 @@
 """Programs compiled for GPUs that are not there."""
 
-import concurrent.futures
-import multiprocessing
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,12 +40,3 @@ def encode(mesh, codec, n=4096, k=3072):
     message, active = jax.ShapeDtypeStruct((n, k), jnp.bfloat16), jax.ShapeDtypeStruct((), bool)
     # jax gives donated memory to results in their order, and the state's should become the state's.
     return compiled(mesh, lambda *a: codec.encode(*a)[::-1], state, message, active, donate=(0,))
-
-
-def alone(function, *args):
-    """Return function(*args), called in a process of its own.
-
-    The compiler of Mosaic GPU kernels stays with the architecture for which it has compiled first (jax 0.12.0).
-    """
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()

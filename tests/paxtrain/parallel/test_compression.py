@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compress import kernels, wire_bytes
+from compress import wire_bytes
 from compress.codecs.quantised import QuantisedBlocks
 from paxtrain.config import CompressConfig, Config
 from paxtrain.errors import UserError
@@ -326,33 +326,23 @@ def test_triton_needs_a_gpu():
         UserError, match="implementation=triton needs NVIDIA A100, H100, H200 or B200 GPUs, got cpu; auto or xla would"
     ):
         _ = trainer(config(implementation="triton")).compression
-    with pytest.raises(
-        UserError, match=r"implementation=mosaic needs NVIDIA H100, H200 or B200 GPUs and jax 0\.11\.2, got cpu and"
-    ):
-        _ = trainer(config(implementation="mosaic")).compression
 
 
 @pytest.mark.parametrize(
-    ("capability", "rank", "with_mosaic", "without"),
+    ("capability", "rank", "best"),
     [
-        ("8.0", 64, "triton", "triton"),
-        ("8.0", 65, "xla", "xla"),
-        ("8.6", 16, "xla", "xla"),
-        ("9.0", 16, "triton", "triton"),
-        ("9.0", 200, "xla", "xla"),
-        ("10.0", 16, "tcgen05", "triton"),
-        ("12.0", 16, "xla", "xla"),
+        ("8.0", 64, "triton"),
+        ("8.0", 65, "xla"),
+        ("8.6", 16, "xla"),
+        ("9.0", 16, "triton"),
+        ("9.0", 200, "xla"),
+        ("10.0", 16, "triton"),
+        ("12.0", 16, "xla"),
     ],
 )
-def test_auto_picks_the_kernels_that_a_gpu_can_run(monkeypatch, capability, rank, with_mosaic, without):
+def test_auto_picks_the_kernels_that_a_gpu_can_run(capability, rank, best):
     gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a GPU")
-    for available, best in ((True, with_mosaic), (False, without)):
-        monkeypatch.setattr(kernels, "MOSAIC_AVAILABLE", available)
-        asked = config(backward_messages="all", backward_rank=rank)
-        assert settle_implementation(asked, gpu) == best
-        if best in kernels.MOSAIC:
-            asked = config(backward_messages="all", backward_rank=rank, implementation="mosaic")
-            assert settle_implementation(asked, gpu) == best
+    assert settle_implementation(config(backward_messages="all", backward_rank=rank), gpu) == best
 
 
 def test_sections_default_to_no_compression():
