@@ -76,8 +76,6 @@ class Loop:
             profiler.resume(self.first)
             for number in range(self.first + 1, run.config.run.steps + 1):
                 self.checkpoints.check()
-                if run.lock:
-                    run.lock.check()
                 if number == run.ranks.start + 1 and number > 1:
                     self.progress.say(f"step {number}: compression over data starts, {self._levels()}")
                 asked = time.perf_counter()
