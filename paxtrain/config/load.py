@@ -203,7 +203,7 @@ def _executed(path: str) -> dict[str, Any]:
         ) from error
     found: dict[str, Any] = {"__file__": path, "__name__": "config"}
     with errors_of(path):
-        exec(compile(source, path, "exec"), found)
+        exec(compile(source, path, "exec"), found)  # noqa: S102  # configurations are code
         if not callable(found.get("get_config")):
             raise UserError(f"{path} defines no get_config(); write it as configs/tiny.py does")
         made = found["get_config"]()
