@@ -11,6 +11,8 @@ it is, S is one device's part of the sequence between the split matrices. The tr
 
 import dataclasses
 import functools
+import os
+import re
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jax import lax
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import TENSOR, AxisSizes
+from paxtrain.config.model import FLASH
 from paxtrain.errors import UserError
 from paxtrain.model import cross_entropy, imported, parameters
 from paxtrain.model import tensor_parallel as tp
@@ -28,6 +31,47 @@ from paxtrain.model.spec import Params, Scalars
 # Values that save="dots" keeps of a layer besides its input. No matrix product runs again, and no collective except
 # the all-gathers of sequence parallelism: their results would have the whole sequence.
 SAVED_NAMES = ("qkv", "context", "middle", "up")
+
+_DETERMINISTIC = re.compile(r"--(xla_gpu_deterministic_ops|xla_gpu_exclude_nondeterministic_ops)(?:=(\w*))?(?!\S)")
+
+
+def _deterministic() -> bool:
+    """Return whether XLA_FLAGS ask for deterministic ops on GPUs."""
+    given = _DETERMINISTIC.findall(os.environ.get("XLA_FLAGS", ""))
+    return any(value.lower() in ("", "1", "true") for value in dict(given).values())
+
+
+def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
+    """Return `config` with attention="auto" replaced: "cudnn" if the device runs flash attention, else "xla".
+
+    With deterministic ops "auto" is "xla": there XLA loses the compiled graphs of cuDNN's attention, and the first step
+    fails (seen with jax 0.11.2 on an H200; openxla/xla#46500 says why).
+
+    Raises:
+        UserError: "cudnn" is asked for, and the device or XLA_FLAGS do not allow it.
+    """
+    named = str(getattr(device, "compute_capability", "0.0")) if device.platform == "gpu" else "0.0"
+    major, _, minor = named.partition(".")
+    capability = int(major), int(minor or 0)
+    if config.attention == "cudnn" and capability < config.flash_capability:
+        since = "Ampere" if config.flash_capability == FLASH[128] else "Hopper"
+        raise UserError(
+            f"model.attention=cudnn needs NVIDIA GPUs from {since} on for heads of {config.head_dim}, got "
+            f"{device.device_kind}; auto or xla would work"
+        )
+    if not parameters.architecture(config).flash(config):
+        if config.attention == "cudnn":
+            raise UserError(
+                f"model.attention=cudnn has no bound of scores, which a {config.family} has; auto or xla would work"
+            )
+        capability = 0, 0
+    if not _deterministic():
+        return config.with_attention(capability)
+    if config.attention == "cudnn" and device.platform == "gpu":
+        raise UserError(
+            "model.attention=cudnn fails with the deterministic ops that XLA_FLAGS ask for; auto or xla would work"
+        )
+    return config.with_attention((0, 0))
 
 
 def document_starts(tokens: jax.Array, config: ModelConfig) -> jax.Array | None:

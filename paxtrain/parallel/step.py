@@ -27,8 +27,8 @@ from paxtrain.config import Config
 from paxtrain.config.axes import PIPE, batch_axes
 from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
-from paxtrain.model.attention import settle_attention
 from paxtrain.model.spec import Scalars
+from paxtrain.model.transformer import settle_attention
 from paxtrain.parallel import compiler_options, gradients, muon
 from paxtrain.parallel.compression.named import settle_implementation
 from paxtrain.parallel.compression.settled import CodecStates, Compression

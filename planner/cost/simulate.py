@@ -89,9 +89,7 @@ def _some(config: Config, place: str) -> tuple[int, ...]:
     return found if config.mesh.pipe > 1 and len(found) < config.links else ()
 
 
-def simulate(
-    config: Config, cluster: Cluster | str | pathlib.Path, hosts: np.ndarray | None = None
-) -> SimulatedStep:
+def simulate(config: Config, cluster: Cluster | str | pathlib.Path, hosts: np.ndarray | None = None) -> SimulatedStep:
     """Simulate the step of a configuration on a cluster.
 
     Args:

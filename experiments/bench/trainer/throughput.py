@@ -8,7 +8,7 @@ import jax
 from experiments.bench.trainer.steps import PipelinedStep, PlainStep, interleave
 from paxtrain.config import BatchConfig, Config, MeshConfig
 from paxtrain.devices import datasheets
-from paxtrain.model.attention import settle_attention
+from paxtrain.model.transformer import settle_attention
 from paxtrain.run import metrics
 from paxtrain.tables import size
 

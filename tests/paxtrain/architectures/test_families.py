@@ -19,8 +19,8 @@ from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
 from paxtrain.model import parameters, transformer
-from paxtrain.model.attention import settle_attention
 from paxtrain.model.tensor_parallel import WHOLE
+from paxtrain.model.transformer import settle_attention
 from paxtrain.process.jax_private import without_cudnn
 from paxtrain.testing import check_model
 from planner.program.cache import layer_program

@@ -7,7 +7,7 @@ import pytest
 
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.model.attention import settle_attention
+from paxtrain.model.transformer import settle_attention
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_cluster_may_be_named_by_its_file(config, found, tmp_path):
         run = made.plan.apply(to_dict(config))
         assert planner.simulate(run, given).seconds == planner.simulate(run, cluster(2, 4)).seconds
     for call in (planner.plan, planner.simulate):
-        with pytest.raises(paxtrain.UserError, match="^there is no shipped file 'a100'; did you mean"):
+        with pytest.raises(paxtrain.UserError, match=r"^there is no shipped file 'a100'; did you mean"):
             call(config, "a100")
         with pytest.raises(paxtrain.UserError, match=r"^cluster must be a planner\.Cluster, .* got dict$"):
             call(config, {"hosts": 2})
