@@ -114,17 +114,6 @@ class ModelConfig(Checked):
             {"model.attention": "auto"},
         )
 
-    def with_attention(self, capability: tuple[int, int]) -> "ModelConfig":
-        """Return the model with attention="auto" replaced: "cudnn" if GPUs run flash attention for it, else "xla".
-
-        Args:
-            capability: CUDA compute capability of the GPUs; (0, 0) without GPUs.
-        """
-        if self.attention != "auto":
-            return self
-        fits = self.fits_flash and capability >= self.flash_capability
-        return dataclasses.replace(self, attention="cudnn" if fits else "xla")
-
     @property
     def fits_flash(self) -> bool:
         """True if cuDNN has flash attention for this shape on some GPU; its masks need an even sequence."""

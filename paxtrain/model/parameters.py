@@ -178,6 +178,19 @@ def of_mean_layer(config: ModelConfig, mesh: AxisSizes) -> int:
     return sum(count(config, mesh=mesh, kind=kind) for kind in kinds(config)) // config.layers
 
 
+def with_attention(config: ModelConfig, capability: tuple[int, int]) -> ModelConfig:
+    """Return the model with attention="auto" replaced: "cudnn" if GPUs run flash attention for it, else "xla".
+
+    Args:
+        config: the model's shape.
+        capability: CUDA compute capability of the GPUs; (0, 0) without GPUs.
+    """
+    if config.attention != "auto":
+        return config
+    fits = config.fits_flash and architecture(config).flash(config) and capability >= config.flash_capability
+    return dataclasses.replace(config, attention="cudnn" if fits else "xla")
+
+
 def attends(config: ModelConfig) -> bool:
     """Return whether a layer has attention: a dim of its parameters is heads."""
     return any(dim.startswith("heads") for p in table(config) for dim in p.own)

@@ -59,19 +59,17 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
             f"model.attention=cudnn needs NVIDIA GPUs from {since} on for heads of {config.head_dim}, got "
             f"{device.device_kind}; auto or xla would work"
         )
-    if not parameters.architecture(config).flash(config):
-        if config.attention == "cudnn":
-            raise UserError(
-                f"model.attention=cudnn has no bound of scores, which a {config.family} has; auto or xla would work"
-            )
-        capability = 0, 0
+    if config.attention == "cudnn" and not parameters.architecture(config).flash(config):
+        raise UserError(
+            f"model.attention=cudnn has no bound of scores, which a {config.family} has; auto or xla would work"
+        )
     if not _deterministic():
-        return config.with_attention(capability)
+        return parameters.with_attention(config, capability)
     if config.attention == "cudnn" and device.platform == "gpu":
         raise UserError(
             "model.attention=cudnn fails with the deterministic ops that XLA_FLAGS ask for; auto or xla would work"
         )
-    return config.with_attention((0, 0))
+    return parameters.with_attention(config, (0, 0))
 
 
 def document_starts(tokens: jax.Array, config: ModelConfig) -> jax.Array | None:

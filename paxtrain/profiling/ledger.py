@@ -14,6 +14,7 @@ from paxtrain.config import BatchConfig, Config, MeshConfig
 from paxtrain.devices.gpus import GPUS, Gpu
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
+from paxtrain.model.parameters import with_attention
 from paxtrain.model.transformer import Params
 from paxtrain.parallel import compiler_options
 from paxtrain.parallel.mesh import make_mesh
@@ -116,7 +117,7 @@ def one_device(config: Config, layers: int = 6, micro_batches: int = 1) -> Confi
     micro = config.batch.micro_batch
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, layers=layers).with_attention((9, 0)),
+        model=with_attention(dataclasses.replace(config.model, layers=layers), (9, 0)),
         mesh=MeshConfig(),
         pipeline=dataclasses.replace(config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers=""),
         batch=BatchConfig(global_batch=micro_batches * micro, micro_batch=micro),
@@ -225,7 +226,7 @@ def on_mesh(config: Config, layers: int = 8, micro_batches: int = 8) -> Config:
     micro = config.batch.micro_batch
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, layers=layers).with_attention((9, 0)),
+        model=with_attention(dataclasses.replace(config.model, layers=layers), (9, 0)),
         mesh=dataclasses.replace(config.mesh, data=2, pipe=2, tensor=2),
         pipeline=dataclasses.replace(config.pipeline, pipe_layers=""),
         batch=BatchConfig(global_batch=2 * micro_batches * micro, micro_batch=micro),
@@ -282,7 +283,7 @@ def scheduled(config: Config, schedule: str, tensor: int, pipe: int = 4, micro_b
     chunks = spec_of(schedule).least_chunks
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, layers=2 * pipe).with_attention((9, 0)),
+        model=with_attention(dataclasses.replace(config.model, layers=2 * pipe), (9, 0)),
         mesh=dataclasses.replace(config.mesh, data=8 // pipe // tensor, pipe=pipe, tensor=tensor),
         pipeline=dataclasses.replace(config.pipeline, schedule=schedule, virtual_stages=chunks, pipe_layers=""),
         batch=BatchConfig(

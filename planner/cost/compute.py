@@ -119,7 +119,9 @@ def _seconds(rates: ProductRates, products: tuple[MatrixProduct, ...], micro_bat
 @functools.lru_cache(maxsize=4096)
 def _settled(model: ModelConfig, capability: tuple[int, int], stored_scores: bool) -> ModelConfig:
     """Return the model with the attention that a device runs; with XLA's all scores go through memory."""
-    return dataclasses.replace(model, attention="xla") if stored_scores else model.with_attention(capability)
+    if stored_scores:
+        return dataclasses.replace(model, attention="xla")
+    return parameters.with_attention(model, capability)
 
 
 class _PassSeconds(NamedTuple):
@@ -455,7 +457,7 @@ def unread(model: ModelConfig) -> str:
     """Return the primitives of an architecture of one's own that are not known, in words for reports; "" if all are."""
     if not model.module:
         return ""
-    program = layer_program(model.with_attention(model.flash_capability), UNSPLIT, False, "residuals")
+    program = layer_program(parameters.with_attention(model, model.flash_capability), UNSPLIT, False, "residuals")
     names = dict.fromkeys(name for work in program[:3] for name in work.unknown)
     return f"; not known are {', '.join(names)}, which count as reading and writing their arrays" if names else ""
 

@@ -22,7 +22,7 @@ import numpy as np
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, ModelConfig
 from paxtrain.config.axes import TENSOR, layer_sizes, more_axes, parts
 from paxtrain.model.fragments import fragment_layers
-from paxtrain.model.parameters import by_names, count, stack, table
+from paxtrain.model.parameters import by_names, count, stack, table, with_attention
 from paxtrain.model.spec import Parameter
 from paxtrain.schedule.schedules import code, each
 from planner.cost.coded import LOW_RANK, Coded, coded
@@ -45,7 +45,7 @@ class Shape:
     """Candidates as integer columns that broadcast against each other; one model for all.
 
     Attributes:
-        model: model whose attention is settled, see ModelConfig.with_attention.
+        model: model whose attention is settled, see parameters.with_attention.
         data: size of the data axis.
         pipe: size of the pipe axis.
         tensor: size of the tensor axis.
@@ -147,7 +147,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     stage_of = config.stage_map.stage_of
     ranks = compress.backward.link_ranks(config.links) if compress.backward.chosen != "none" else ()
     return Shape(
-        model=config.model.with_attention(capability),
+        model=with_attention(config.model, capability),
         data=mesh.data,
         pipe=mesh.pipe,
         tensor=mesh.tensor,

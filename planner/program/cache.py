@@ -25,7 +25,7 @@ def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, 
     """Return the program of a model's layers: the mean one, if they are of several kinds.
 
     Args:
-        model: model whose attention is settled, see ModelConfig.with_attention.
+        model: model whose attention is settled, see parameters.with_attention.
         mesh: sizes of the axes that split layers; they divide the model.
         sequence_parallel: MeshConfig.sequence_parallel.
         save: PipelineConfig.save, except "inputs", which keeps nothing of a layer; its F and B are those of

@@ -7,6 +7,7 @@ import numpy as np
 from paxtrain.config import ModelConfig, OuterConfig, scans
 from paxtrain.config.axes import more_axes
 from paxtrain.model.fragments import fragment_layers
+from paxtrain.model.parameters import with_attention
 from paxtrain.schedule.schedules import name_of, spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import NO_GROUPS
@@ -55,7 +56,7 @@ class Budget:
         """
         common = model.layers // (space.pipe * space.chunks)
         return closed_form.Shape(
-            model=model.with_attention(capability(cluster)),
+            model=with_attention(model, capability(cluster)),
             data=space.together,
             pipe=space.pipe,
             tensor=space.tensor,

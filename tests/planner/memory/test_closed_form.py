@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config
+from paxtrain.model.parameters import with_attention
 from paxtrain.parallel.mesh import batch_spec
 from paxtrain.schedule import buffers
 from paxtrain.schedule.schedules import SPECS, build, code, names
@@ -197,7 +198,7 @@ def test_many_candidates_at_once_are_the_same_as_one_by_one():
     rng = np.random.default_rng(0)
     n, m = 500, config().model
     some = closed_form.Shape(
-        model=m.with_attention((9, 0)),
+        model=with_attention(m, (9, 0)),
         data=rng.choice([1, 2, 4], n),
         pipe=rng.choice([1, 2, 4], n),
         tensor=rng.choice([1, 2, 4], n),

@@ -92,7 +92,7 @@ def test_a_primitive_that_is_not_known_is_named_and_its_bytes_count():
     assert not any(compute.unread(config(module).model) for module in MODULES)
     # It reads and writes complex numbers. Other passes: to complex, the real part, the sum; keep, new and the product,
     # of which F keeps all.
-    moved = layer_program(model.with_attention((9, 0)), UNSPLIT, False, "residuals").forward.moved.each
+    moved = layer_program(parameters.with_attention(model, (9, 0)), UNSPLIT, False, "residuals").forward.moved.each
     transform, rest = 256 * 512 * (8 + 8), 256 * 512 * ((2 + 8) + (8 + 2) + 3 * 2) + 256 * 1536 * 2 * 5
     assert moved == pytest.approx(transform + rest, rel=0.01)
 
@@ -139,7 +139,7 @@ def test_layers_of_several_kinds_are_planned_as_their_mean():
         return compute.sheet(model, sheet, layer_sizes({"tensor": 2}), 3, "residuals", (1e-3, 1e6), shares).forward
 
     def kept(model):
-        return layer_program(model.with_attention((9, 0)), UNSPLIT, False, "residuals").kept.each
+        return layer_program(parameters.with_attention(model, (9, 0)), UNSPLIT, False, "residuals").kept.each
 
     assert forward(dense.model) < 0.9 * forward(experts.model)
     for of in (forward, kept, lambda model: compute.layer_parameters(model, UNSPLIT)):
