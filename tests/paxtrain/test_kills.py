@@ -1,7 +1,7 @@
 """Kills of whole runs: at every write, at random moments, on one process and on four; and starts in a folder in use.
 
-A start is killed at every third of its writes, from day to day at others, so that three nights have all; with
-PAXTRAIN_EVERY=1 at each, which takes about an hour. PAXTRAIN_KILLS limits the kills of a test.
+A start is killed at every third of its writes, from day to day at others; with PAXTRAIN_EVERY=1 at each, which takes
+about an hour in all. PAXTRAIN_KILLS limits the kills of a test.
 """
 
 import datetime
