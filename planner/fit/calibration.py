@@ -223,8 +223,9 @@ class Calibration:
         return _of_trainers(trials, self.memory, lambda model, some: model.peaks(some))
 
     def fits(self, trials: Sequence[Trial]) -> Array:
-        """Return the probability that each run fits into its devices' memory, [trials]."""
-        return _of_trainers(trials, self.memory, lambda model, some: model.fits(some))
+        """Return the probability that each run fits into its devices' memory, [trials]; 0 if it fails anyway."""
+        whole = ~np.array([trial.broken for trial in trials], bool)
+        return whole * _of_trainers(trials, self.memory, lambda model, some: model.fits(some))
 
     def describe(self) -> dict[str, Any]:
         """Return JSON values: every fitted value with its unit, its range and whether it lies at an end of it."""

@@ -25,6 +25,7 @@ from paxtrain.errors import UserError
 from planner.runs import logs, trials
 from planner.runs.trials import Trial
 
+_GIB = 2**30 / 1e9  # nanotron's "Mem Alloc (GB)" is in 2^30 bytes (nanotron/logging.py, create_table_log)
 _AMP_BEFORE = 2  # layers that AMP counts before the first transformer layer
 
 
@@ -95,7 +96,8 @@ def ultrascale(text: str) -> list[dict[str, object]]:
     rows = []
     for row in csv.DictReader(text.splitlines()):
         sharding = "zero1" if row["zero"] == "1" else "none"
-        rows.append(_row({**row, **fixed, "seq": row["sequence"], "sharding": sharding}))
+        peak = f"{float(row['memory_gb']) * _GIB:.6g}" if row["memory_gb"] else ""
+        rows.append(_row({**row, **fixed, "seq": row["sequence"], "sharding": sharding, "memory_gb": peak}))
     return rows
 
 

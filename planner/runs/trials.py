@@ -22,7 +22,8 @@ One row is one run of one configuration:
     sequence_parallel  optional: 1 if tensor ranks split the sequence between their matrices; default: 0
     sharding           optional: what is sharded over data: none (default), zero1, zero2 or zero3
     shard_group        optional: data ranks among which it is sharded; default: all
-    stage_layers       optional: transformer layers of each stage joined by ";"; default: as equal as possible
+    stage_layers       optional: transformer layers of each stage joined by ";"; default: as equal as possible, or as
+                       nanotron splits them (nanotron.py)
     schedule           optional: a schedule of paxtrain/schedule/schedules.py, as "eager_1f1b", or "1f1b:5" with 5
                        micro-batches in flight; anything else counts as 1f1b
     virtual_stages     optional: chunks of layers of each stage, all as large, if the schedule interleaves; default: 2
@@ -32,7 +33,7 @@ One row is one run of one configuration:
     dtype              dtype of activations and weights: fp16, bf16 or fp32
     precision          optional: dtype of matrix products, fp8, mxfp8 or nvfp4 too; default: dtype
     seconds            seconds of one iteration; empty or inf: not run
-    memory_gb          optional: peak of a device's allocated memory, in 1e9 bytes
+    memory_gb          optional: peak of a device's allocated memory, in 1e9 bytes; nanotron's is the first stage's
     failed             optional: 1 if the run ran out of memory or crashed
 
 Optional columns may be missing or empty. Other columns are kept and not read.
@@ -52,6 +53,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError, whole
 from paxtrain.schedule.schedules import FAMILY, names, spec_of
+from planner.runs import nanotron
 from planner.runs.trainers import TRAINERS
 
 _SIZES = ("hidden", "heads", "layers", "seq", "vocab", "global_batch", "micro_batch", "tp", "dp", "pp")
@@ -194,6 +196,13 @@ class Trial:
         return ", ".join(text for text, here in facts.items() if here)
 
     @property
+    def broken(self) -> bool:
+        """The run fails whatever its memory: nanotron's split leaves the loss on no last stage."""
+        if self.trainer != "nanotron" or self.columns.get("stage_layers"):
+            return False
+        return not nanotron.split(self.layers, self.hidden, self.model.ffn, self.vocab, self.pp).whole
+
+    @property
     def cell(self) -> tuple[int, int, int]:
         """The main factors of a layer's cost: (hidden, micro_batch, tp)."""
         return self.hidden, self.micro_batch, self.tp
@@ -249,10 +258,21 @@ def _rates(name: str, text: str, hosts: int) -> tuple[float, ...] | None:
     return tuple(_positive(name, rate) / 8 * 1e9 for rate in _per_host(name, text, hosts)) if text else None
 
 
-def _stage_layers(text: str, layers: int, pp: int) -> tuple[int, ...]:
+def _stage_layers(text: str, trainer: str, n: dict[str, int], ffn: int) -> tuple[int, ...]:
+    """Return the layers of each stage.
+
+    Args:
+        text: the cell.
+        trainer: who ran it.
+        n: counts of the row.
+        ffn: size of the feed-forward part; 0: 4 x hidden.
+    """
+    layers, pp = n["layers"], n["pp"]
     if not text:
         if layers < pp:
             raise UserError(f"layers={layers} cannot fill pp={pp} stages; name stage_layers if some are empty")
+        if trainer == "nanotron":
+            return nanotron.split(layers, n["hidden"], ffn or 4 * n["hidden"], n["vocab"], pp).layers
         return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
     counts = tuple(found for entry in text.split(";") if (found := whole(entry.strip(), _MOST)) is not None)
     if len(counts) != pp or sum(counts) != layers:
@@ -379,14 +399,14 @@ def parse(columns: dict[str, str]) -> Trial:
     hosts = -(-n["devices"] // n["devices_per_host"])
     schedule, virtual_stages = _schedule(row["schedule"], n["pp"], row["virtual_stages"])
     family = _choice("family", row["family"], FAMILIES, "gpt2")
-    memory = row["memory_gb"]
+    memory, trainer = row["memory_gb"], _choice("trainer", row["trainer"], TRAINERS, "")
     trial = Trial(
         cluster=row["cluster"],
-        trainer=_choice("trainer", row["trainer"], TRAINERS, ""),
+        trainer=trainer,
         device_kinds=tuple(_per_host("device_kinds", row["device_kinds"], hosts)),
         host_bytes=_rates("host_gbit", row["host_gbit"], hosts),
         intra_bytes=_rates("intra_gbit", row["intra_gbit"], hosts),
-        stage_layers=_stage_layers(row["stage_layers"], n["layers"], n["pp"]),
+        stage_layers=_stage_layers(row["stage_layers"], trainer, n, more["ffn"]),
         recompute=_recompute(row["recompute"]),
         element_bytes=_BYTES[dtype],
         seconds=_seconds(row["seconds"]),

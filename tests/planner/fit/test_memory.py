@@ -33,17 +33,27 @@ def _of(**changes):
 
 def test_what_a_device_holds_by_hand():
     layer = (4 * 1024**2 + 3 * 1024 * 4096) // 2 + 2 * 1024  # parameters of one of two tensor ranks, with its norms
-    held, tokens = 2 * layer + 16000 * 1024, 2 * 512
-    found = _of(sharding="zero1")
+    even, tokens = {"stage_layers": "2;2;2;2"}, 2 * 512
+    held, found = 2 * layer + 16000 * 1024, _of(sharding="zero1", **even)
     assert found["weights"] == pytest.approx(held, rel=1e-3) and found["optimizer"] == found["weights"] / 2
     # Four micro-batches are in flight on the first stage, each with two layers; arrays of bfloat16 are split in two.
     assert found["hidden"] == 8 * tokens * 1024 * 2 / 2 and found["ffn"] == 8 * tokens * 4096 * 2 / 2
-    assert found["logits"] == tokens * 16000 and found["earlier"] == found["logits"] and found["gathered"] == 0
+    assert found["logits"] == 0 and found["gathered"] == 0  # nanotron logs the first stage's peak
+    largest = _of(trainer="megatron-lm", **even)
+    assert largest["logits"] == tokens * 16000 and largest["earlier"] == largest["logits"]
     one = _of(devices=2, dp=1, pp=1, global_batch=2)  # a single micro-batch keeps no earlier logits
     assert one["earlier"] == 0 and one["weights"] == one["optimizer"]
-    wide = _of(devices=16, tp=16, dp=1, pp=1)
-    assert wide["gathered"] == 8 * tokens * 1024 * 2  # whole arrays, because the group spans two hosts
-    assert _of(recompute="full")["ffn"] == found["ffn"] / 8
+    assert one["gathered"] == 8 * tokens * 1024 * 2  # whole arrays
+    assert _of(devices=1, tp=1, dp=1, pp=1, global_batch=2)["gathered"] == 0
+    assert _of(recompute="full", **even)["ffn"] == found["ffn"] / 8
+
+
+def test_what_is_gathered_is_kept_if_there_is_room():
+    counts = np.array([0.0] * (len(memory.COUNTS) - 2) + [1.0, 3.0])
+    model, gathered = memory.MemoryModel(counts, 0.1, 0), 3 * 8 * 512 * 1024 * 2
+    small, large = (_trial(devices=2, dp=1, pp=1, micro_batch=b, global_batch=b) for b in (2, 4096))
+    assert model.peaks([small, large]) == pytest.approx([1e9 + 2 * gathered, 1e9])
+    assert np.all(model.fits([small, large]) > 0.99)  # it is no reason to fail
 
 
 def test_counts_are_found_and_what_does_not_fit_is_told():

@@ -231,7 +231,7 @@ def test_published_runs_are_read_as_they_are():
     first = ultrascale[0]
     assert len(ultrascale) == 1553 and sum(row.failed for row in ultrascale) == 545
     assert (first.trainer, first.family, first.ffn, first.tp, first.sharding) == ("nanotron", "llama", 8192, 8, "none")
-    assert first.sequence_parallel and first.memory == 5.4e9 and first.seconds == 18.9767
+    assert first.sequence_parallel and first.memory == 5.79821e9 and first.seconds == 18.9767
     mpt = published.read(RUNS / "mpt_fsdp_a100.csv")
     assert len(mpt) == 139 and {row.sharding for row in mpt} == {"zero3"} and mpt[0].recompute == "full"
     # 26,274 tokens a second, as the page has it.
