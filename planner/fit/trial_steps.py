@@ -19,7 +19,7 @@ import numpy as np
 from paxtrain.devices import gpus
 from paxtrain.devices.datasheets import UNKNOWN, UNKNOWN_HOST, datasheet
 from paxtrain.schedule.schedules import spec_of
-from planner.cluster.cluster import Cluster, merged
+from planner.cluster.cluster import Cluster, Shares, merged
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cost import closed_forms, compute
 from planner.cost.candidate import Candidate
@@ -29,7 +29,7 @@ from planner.cost.simulate import sharded_step
 from planner.cost.sizes import MASTER
 from planner.cost.step_time import Executor, Problem, steps
 from planner.fit.constants import NAMES
-from planner.fit.recalibrate import LINKS, fitted_links, fitted_shares
+from planner.fit.recalibrate import LINKS, SHARES, fitted_links, fitted_shares
 from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
 from planner.runs.trainers import TRAINERS
@@ -39,6 +39,14 @@ Array = np.ndarray
 # What narrower products gain over 16-bit ones: 2 and 4 by the data sheets, to the power of 0.7, because kernels that
 # convert and scale stay as they are.
 _GAINS = {"fp8": 2**0.7, "mxfp8": 2**0.7, "nvfp4": 4**0.7}
+_LAYERS = (*SHARES, *LINKS, "crossing_launch")  # constants that a layer's costs depend on
+
+
+def _places(names: Sequence[str]) -> list[int]:
+    """Return where constants stand in CONSTANTS."""
+    return [NAMES.index(name) for name in names]
+
+
 EXECUTORS = {"ideal": "simulate", "paxtrain": "rows"}  # the method that simulates each
 
 
@@ -229,9 +237,14 @@ class _Settings:
     """Settings of one run's constants, by each of which a batch has one row; what other runs share is known."""
 
     def __init__(self, constants: Array, speed: Array, known: dict[tuple, Any]) -> None:
-        self.known, self.key, self.speed = known, constants.tobytes(), speed
+        self.known, self.speed = known, speed
+        self.key = self._once(("settings", constants.tobytes()), lambda: len(known))  # quicker to compare
         self.values: list[dict[str, float]] = self._once(
             ("values", self.key), lambda: [dict(zip(NAMES, row)) for row in constants.tolist()]
+        )
+        # What a layer's costs depend on, and what links do; settings differ in one constant, so most have the same.
+        self.of_layers, self.of_links = self._once(
+            ("parts", self.key), lambda: [constants[:, _places(names)].tolist() for names in (_LAYERS, LINKS)]
         )
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
@@ -247,7 +260,7 @@ class _Settings:
             found = fitted_links(run.cluster, values)
             return merged(found, run.together) if run.together > 1 else found
 
-        return self._once((run.keys[0], *(values[name] for name in LINKS)), make)
+        return self._once((run.keys[0], *self.of_links[setting]), make)
 
     def _inside(self, run: _TrialRun, setting: int, kind: str) -> tuple[float, float]:
         """Return latency and bandwidth of a tensor group's links; of all hosts it shares only those that it spans."""
@@ -261,22 +274,30 @@ class _Settings:
 
     def layer(self, run: _TrialRun, stored_scores: bool, eager: bool) -> list[LayerCosts]:
         """Return a layer's costs on each device kind of a run, in each setting in turn."""
+        t, c = run.trial, run.candidate
+
+        def shares(values: Mapping[str, float], speed: float) -> Shares:
+            found = fitted_shares(values, speed, stored_scores, eager)
+            launch = found.layer_launch + run.crosses * t.tp * values["crossing_launch"]
+            return dataclasses.replace(found, matmul=found.matmul * _GAINS.get(t.precision, 1.0), layer_launch=launch)
 
         def of(setting: int, kind: str, speed: float) -> LayerCosts:
-            cluster, t, values = self.cluster(run, setting), run.trial, self.values[setting]
+            cluster, values = self.cluster(run, setting), self.values[setting]
             inside = self._once(("inside", id(cluster), kind), lambda: self._inside(run, setting, kind))
-            shares = fitted_shares(values, speed, stored_scores, eager)
-            shares = dataclasses.replace(shares, matmul=shares.matmul * _GAINS.get(t.precision, 1.0))
-            if run.crosses:
-                launch = shares.layer_launch + t.tp * values["crossing_launch"]
-                shares = dataclasses.replace(shares, layer_launch=launch)
-            c = run.candidate
-            how = (t.model, cluster.sheets[kind], c.layer_sizes, t.micro_batch, c.save, inside, shares)
+            which = ("shares", self.key, setting, speed, stored_scores, eager, t.precision, run.crosses * t.tp)
+            share = self._once(which, lambda: shares(values, speed))
+            how = (t.model, cluster.sheets[kind], c.layer_sizes, t.micro_batch, c.save, inside, share)
             return self._once((*how, run.sequence_parallel), lambda: compute.sheet(*how, run.sequence_parallel))
 
         def make() -> list[LayerCosts]:
-            each = enumerate(self.speed[:, run.slots].tolist())
-            return [of(i, kind, speed) for i, speeds in each for kind, speed in zip(run.kinds, speeds)]
+            known: dict[tuple[float, ...], list[LayerCosts]] = {}
+            found = []
+            for i, speeds in enumerate(self.speed[:, run.slots].tolist()):
+                alike = (*self.of_layers[i], *speeds)
+                if alike not in known:
+                    known[alike] = [of(i, kind, speed) for kind, speed in zip(run.kinds, speeds)]
+                found += known[alike]
+            return found
 
         return self._once((run.keys[2], self.key, self.speed.tobytes()), make)
 

@@ -348,10 +348,14 @@ def _some(arranged: Arranged, which: list[int]) -> Arranged:
 
 def distinct(arranged: Arranged) -> tuple[Arranged, Array]:
     """Return those candidates of a batch whose durations differ, and for each candidate of the batch which it is."""
-    keys = _keys([getattr(arranged, f.name) for f in dataclasses.fields(Seconds)])
-    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1)))
-    place = {key: n for n, key in enumerate(first)}
-    return _some(arranged, list(first.values())), np.array([place[key] for key in keys])
+    durations = np.concatenate([np.atleast_2d(getattr(arranged, f.name)) for f in dataclasses.fields(Seconds)])
+    # A fingerprint is a sum of each column's numbers, whose bits are mixed (as MurmurHash3 does), by random weights.
+    bits = np.ascontiguousarray(durations, float).view(np.uint64)
+    for shift, times in ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53)):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(times)
+    weights = np.random.default_rng(0).integers(0, 2**64, len(bits), np.uint64) | np.uint64(1)
+    _, first, which = np.unique(weights @ bits, return_index=True, return_inverse=True)
+    return _some(arranged, first.tolist()), which
 
 
 # Times [P] of pipelines that were replayed, by table, by the names of the durations that are not 0, and by these.
