@@ -107,7 +107,9 @@ class Gemma2(Architecture):
 
     def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
         options = {name: type(usual)(values.get(name, usual) or 0) for name, usual in self.options.items()}
-        fields, demands = decoder.from_huggingface(values, options, head_dim=256, tie_word_embeddings=True)
+        fields, demands = decoder.from_huggingface(
+            values, options, head_dim=256, num_key_value_heads=4, tie_word_embeddings=True
+        )
         types = [LOCAL if i % 2 == 0 else GLOBAL for i in range(values["num_hidden_layers"])]
         activation = values.get("hidden_activation") or values.get("hidden_act", "gelu_pytorch_tanh")
         return fields, {

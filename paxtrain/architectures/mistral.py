@@ -36,4 +36,5 @@ class Mistral(llama.Llama):
 
     def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
         window = values.get("sliding_window", 4096)
-        return decoder.from_huggingface(values, {"sliding_window": window} if window else None)
+        options = {"sliding_window": window} if window else None
+        return decoder.from_huggingface(values, options, num_key_value_heads=8)

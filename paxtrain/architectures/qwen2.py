@@ -28,5 +28,5 @@ class Qwen2(llama.Llama):
         return decoder.to_huggingface(config, "Qwen2ForCausalLM", use_sliding_window=False)
 
     def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
-        fields, demands = decoder.from_huggingface(values)
+        fields, demands = decoder.from_huggingface(values, num_key_value_heads=32)
         return fields, {**demands, "use_sliding_window": (values.get("use_sliding_window", False), (False,))}

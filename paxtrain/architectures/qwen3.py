@@ -37,5 +37,5 @@ class Qwen3(llama.Llama):
         return decoder.to_huggingface(config, "Qwen3ForCausalLM", use_sliding_window=False)
 
     def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
-        fields, demands = decoder.from_huggingface(values, head_dim=128)
+        fields, demands = decoder.from_huggingface(values, head_dim=128, num_key_value_heads=32)
         return fields, {**demands, "use_sliding_window": (values.get("use_sliding_window", False), (False,))}

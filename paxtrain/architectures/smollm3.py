@@ -51,7 +51,11 @@ class SmolLM3(llama.Llama):
         if turning:
             interval = (turning.index(0) if 0 in turning else layers) + 1
         fields, demands = decoder.from_huggingface(
-            values, {"no_rope_layer_interval": interval}, tie_word_embeddings=True, rope_theta=2_000_000.0
+            values,
+            {"no_rope_layer_interval": interval},
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+            rope_theta=2_000_000.0,
         )
         usual = [int((i + 1) % interval != 0) for i in range(layers)]
         return fields, {

@@ -183,11 +183,11 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in _known():
-        raise UserError(f"{where} is of model_type {kind!r}; {', '.join(_known())} can be imported")
+        raise UserError(f"{where} is of model_type {kind!r}, which is not implemented; {', '.join(_known())} are")
     family = _known()[kind]
     if quantized := values.get("quantization_config"):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
-        raise UserError(f"{where} is of a quantized model ({method}); import the one that it was made of")
+        raise UserError(f"{where} is of a quantized model ({method}); take the one that it was made of")
     try:
         fields, demands = shipped(family).from_huggingface(values)
         fields = {"family": family, "vocab_size": values["vocab_size"], **fields}

@@ -153,7 +153,7 @@ def from_huggingface(values: Mapping[str, Any], theta: float = 10_000.0) -> tupl
     share = found.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     if kind == "default":
         return base, NO_OPTIONS, share
-    needed, others = TYPES.get(kind, (tuple(found), {}))  # an unknown one is kept, and refused
+    needed, others = TYPES.get(kind, ((), {}))  # an unknown one is refused by its name
     if _LONG in needed and not found.get(_LONG):
         found[_LONG] = values.get(_LONG) or values["max_position_embeddings"]
     kept = {name: value for name, value in found.items() if value is not None and name in (*needed, *others)}
