@@ -14,7 +14,6 @@ COMMANDS: dict[str, Command] = {
     "train": ("paxtrain.train", (), "train a model"),
     "sample": ("paxtrain.sample", (), "sample text from a checkpoint"),
     "export": ("paxtrain.huggingface", ("export",), "write a checkpoint in Hugging Face's layout"),
-    "import": ("paxtrain.huggingface", ("import",), "read a model in Hugging Face's layout"),
     "profile": ("paxtrain.profile", (), "show where the seconds of a training step go"),
     "check": ("paxtrain.testing", (), "check that a model of your own can be trained"),
     "study": ("paxtrain.study", (), "compare training with different compression"),

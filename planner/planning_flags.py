@@ -52,7 +52,7 @@ _SET = (
     "compress.data.compressed_seconds",
 )
 # What neither a plan nor its prediction has: whole sections, of which some keys are read all the same, and single keys.
-_TRAINED = ("optimizer", "data", "checkpoint", "run", "profile")
+_TRAINED = ("optimizer", "data", "checkpoint", "run", "init", "profile")
 _READ = ("optimizer.name", "run.steps")
 _UNUSED = ("model.rope_theta", "model.norm_epsilon", "outer.lr", "outer.momentum", "outer.mix")
 

@@ -21,7 +21,7 @@ _TABLE = {
     "paxtrain/outer": "compress paxtrain/config paxtrain/model paxtrain/parallel paxtrain/pipeline paxtrain/process",
     "paxtrain/data": "paxtrain/config",
     "paxtrain/run": (
-        "compress paxtrain/config paxtrain/data paxtrain/devices paxtrain/model paxtrain/outer "
+        "compress paxtrain/config paxtrain/data paxtrain/devices paxtrain/huggingface paxtrain/model paxtrain/outer "
         "paxtrain/parallel paxtrain/process paxtrain/profiling"
     ),
     "paxtrain/profiling": (

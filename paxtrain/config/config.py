@@ -39,6 +39,8 @@ class Config(Checked):
         data: token files.
         checkpoint: interval of checkpoints, and which are kept.
         run: length, folder and reports of the run.
+        init: folder of a model in Hugging Face's layout, with whose weights a run without checkpoints begins; "": the
+            seed's.
         profile: "10:13" traces the steps 10, 11 and 12 into the run's folder (paxtrain/profiling/profiler.py); "":
             none.
     """
@@ -53,6 +55,7 @@ class Config(Checked):
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+    init: str = ""
     profile: str = ""
 
     depth = 0

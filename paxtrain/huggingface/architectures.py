@@ -8,7 +8,7 @@ padded. Both pair rotary dims i and i + D/2.
 import collections
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,55 +86,96 @@ def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
     return found
 
 
-def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: int = 0, positions: int = 0) -> Params:
-    """Return canonical parameters in numpy, float32.
+def shapes(config: ModelConfig, vocabulary: int = 0, positions: int = 0) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the arrays of Hugging Face's files by name.
+
+    Args:
+        config: architecture.
+        vocabulary: number of tokens of the arrays. 0: all of the architecture's.
+        positions: number of rows of the arrays' position table. 0: as many as the architecture has.
+    """
+    require_names(config)
+    found: dict[str, tuple[int, ...]] = {}
+    for p in table(config):
+        *rows, last = _shapes(p, config)[1]
+        if p.own[0] == "vocab":
+            rows = [vocabulary or config.vocab_size]
+        if p.own[0] == "positions":
+            rows = [positions or rows[0]]
+        for name in p.sources:
+            for layer in stack(config, p) if p.lead == "layers" else (0,):
+                key = name.format(layer)
+                before = found[key][:: -1 if p.transposed else 1][-1] if key in found else 0
+                found[key] = (*rows, before + last)[:: -1 if p.transposed else 1]
+    return found
+
+
+def require_array(name: str, dtype: str, shape: Sequence[int], right: tuple[int, ...], config: ModelConfig) -> None:
+    """Require that an array of the files has a float dtype and the right shape.
+
+    Args:
+        name: its name.
+        dtype: its dtype.
+        shape: its shape.
+        right: shape that it must have.
+        config: architecture, for messages.
+
+    Raises:
+        UserError: it has another shape, or is quantized.
+    """
+    if dtype not in _FLOATS:
+        raise UserError(f"array {name} is of {dtype}; {', '.join(_FLOATS)} can be imported")
+    if tuple(shape) != right:
+        of = config.module or config.family
+        raise UserError(f"array {name} is {list(shape)}; a {of} model of these sizes has {list(right)}")
+
+
+def params(
+    read: Callable[[str], np.ndarray],
+    config: ModelConfig,
+    vocabulary: int = 0,
+    positions: int = 0,
+    place: Callable[[tuple[str, ...], np.ndarray], Any] = lambda _, x: x,
+) -> Params:
+    """Return canonical parameters, float32.
 
     Args:
         read: function that returns the array of a name, of any float dtype.
         config: architecture.
         vocabulary: number of tokens of the arrays; the tables' rows of further ones are the mean row. 0: all.
         positions: number of rows of the arrays' position table, of which the first ones are taken. 0: all.
+        place: function of a parameter's path and its numpy array, whose result is returned in its place.
 
     Raises:
         UserError: an array has another shape than the architecture's, is quantized, or has numbers that are not finite.
     """
-    require_names(config)
+    there = shapes(config, vocabulary, positions)
     sharing = collections.defaultdict[str, list[Parameter]](list)  # of one array of the files
     for p in table(config):
         sharing[p.files].append(p)
 
-    def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return an array as float32, if it has the shape."""
+    def one(p: Parameter, name: str) -> np.ndarray:
+        """Return an array of the files as it is here."""
         x = read(name)
-        if x.dtype.name not in _FLOATS:
-            raise UserError(f"array {name} is of {x.dtype.name}; {', '.join(_FLOATS)} can be imported")
-        if x.shape != shape:
-            of = config.module or config.family
-            raise UserError(f"array {name} is {list(x.shape)}; a {of} model of these sizes has {list(shape)}")
+        require_array(name, x.dtype.name, x.shape, there[name], config)
         x = x.astype(np.float32)
         if not np.isfinite(x).all():
             raise UserError(
                 f"array {name} has numbers that are not finite or too large for float32; "
                 "its file is damaged, or was saved from a run that diverged"
             )
-        return x
-
-    def one(p: Parameter, name: str) -> np.ndarray:
-        """Return an array of the files as it is here."""
-        here, there = _shapes(p, config)
         if p.own[0] == "vocab":
-            x = checked(name, (vocabulary or config.vocab_size, *there[1:]))
             x = np.concatenate([x, np.repeat(x.mean(0, keepdims=True), config.vocab_size - len(x), axis=0)])
             return np.pad(x, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
+        x, here = x.T if p.transposed else x, _shapes(p, config)[0]
         if p.own[0] == "positions":  # of a shorter sequence the first positions are the same
-            return checked(name, (positions or there[0], *there[1:]))[: there[0]]
+            return x[: here[0]]
         rows = sharing[p.files]
-        if len(rows) == 1:
-            return (checked(name, there[::-1]).T if p.transposed else checked(name, there)).reshape(here)
-        ends = np.cumsum([_shapes(row, config)[1][-1] for row in rows])
-        there, end, size = (*there[:-1], int(ends[-1])), ends[rows.index(p)], there[-1]
-        x = checked(name, there[::-1]).T if p.transposed else checked(name, there)
-        return x[..., end - size : end].reshape(here)
+        if len(rows) > 1:
+            sizes = [_shapes(row, config)[1][-1] for row in rows]
+            begin = sum(sizes[: rows.index(p)])
+            x = x[..., begin : begin + sizes[rows.index(p)]]
+        return x.reshape(here)
 
     def joined(p: Parameter, layer: int = 0) -> np.ndarray:
         parts = [one(p, name.format(layer)) for name in p.sources]
@@ -148,7 +189,7 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig, vocabulary: i
             found[row] = joined(p, layer)
         return found
 
-    return tree({names: canonical(p) for names, p in by_names(config).items()})
+    return tree({names: place(names, canonical(p)) for names, p in by_names(config).items()})
 
 
 # --- Configuration ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import json
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ CONFIG, ONE_FILE = "config.json", "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
 # Arrays besides the weights in old files: masks, and angles that follow from rope_theta.
 _NO_WEIGHTS = re.compile(r".*(att(entio)?n\.(masked_)?bias|rotary_emb\.inv_freq)")
+_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}  # safetensors' words for dtypes
 
 
 def write_json(path: pathlib.Path, values: Mapping[str, object]) -> None:
@@ -30,7 +31,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, or holds something else.
     """
-    return read_object(path, f"--model names a folder with {CONFIG} and *.safetensors")
+    return read_object(path, f"init names a folder with {CONFIG} and *.safetensors")
 
 
 class ModelArrays:
@@ -56,19 +57,21 @@ class ModelArrays:
                 )
         self._folder = folder
         self._holder: dict[str, safetensors.safe_open] = {}
-        self._read: set[str] = set()
         for file in names:
             try:
                 opened = safetensors.safe_open(folder / file, framework="flax")
             except (OSError, safetensors.SafetensorError) as error:
                 raise UserError(
-                    f"{folder / file} cannot be read ({' '.join(str(error).split())}); --model needs all of a model's "
-                    "*.safetensors"
+                    f"{folder / file} cannot be read ({' '.join(str(error).split())}); all of a model's *.safetensors "
+                    "are needed"
                 ) from error
             self._holder |= dict.fromkeys(opened.keys(), opened)
 
-    def __call__(self, name: str) -> np.ndarray:
-        """Return an array by its name.
+    def __contains__(self, name: str) -> bool:
+        return name in self._holder
+
+    def _key(self, name: str) -> str:
+        """Return the name that an array has here.
 
         Raises:
             UserError: there is none of that name.
@@ -76,32 +79,38 @@ class ModelArrays:
         # Files of a model without its head, such as the original GPT-2 files, lack the names' first part.
         for key in (name, name.partition(".")[2]):
             if key in self._holder:
-                self._read.add(key)
-                return np.asarray(self._holder[key].get_tensor(key))
+                return key
         raise UserError(f"{self._folder} has no array {name}; its *.safetensors are of another model than its {CONFIG}")
 
-    def check_all_read(self, tied_head: bool) -> None:
-        """Require that every array was read: one that is left over, such as a scale, means another architecture.
-
-        A tied head's array must be the embedding again.
-
-        Args:
-            tied_head: whether the head is the embedding, so that its array may be left over.
+    def __call__(self, name: str) -> np.ndarray:
+        """Return an array by its name.
 
         Raises:
-            UserError: an array is left over, or a tied head differs from the embedding.
+            UserError: there is none of that name.
         """
-        tied = {"lm_head.weight", "embed_out.weight"} if tied_head else set()
-        for name in tied & self._holder.keys():
-            [embedding] = (
-                key for key in self._read if key.endswith(("wte.weight", "embed_tokens.weight", "embed_in.weight"))
-            )
-            if not np.array_equal(self(name), self(embedding)):
-                raise UserError(
-                    f"{self._folder} has a {name} that is not its {embedding}, though its {CONFIG} ties them; if it is "
-                    f"the head, say tie_word_embeddings=false there and add --config.model.tied_head=False"
-                )
-        left = sorted(key for key in self._holder.keys() - self._read - tied if not _NO_WEIGHTS.fullmatch(key))
+        key = self._key(name)
+        return np.asarray(self._holder[key].get_tensor(key))
+
+    def header(self, name: str) -> tuple[str, list[int]]:
+        """Return an array's dtype and shape, which its file's header says.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        key = self._key(name)
+        described = self._holder[key].get_slice(key)
+        code = described.get_dtype()
+        kind, bits = code.rstrip("0123456789"), code.lstrip("BFIU")
+        return _KINDS.get(kind, kind) + bits if kind + bits == code else code, described.get_shape()
+
+    def require_no_others(self, names: Iterable[str]) -> None:
+        """Require that the folder has no arrays but those named: a further one means another architecture.
+
+        Raises:
+            UserError: there is one, such as a scale.
+        """
+        left = sorted(self._holder.keys() - {self._key(name) for name in names})
+        left = [key for key in left if not _NO_WEIGHTS.fullmatch(key)]
         if left:
             raise UserError(
                 f"{self._folder} has arrays that its {CONFIG} does not account for, {left[0]} first of {len(left)}; "

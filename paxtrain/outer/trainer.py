@@ -215,8 +215,6 @@ class GroupedTrainer(Trainer):
         return self._map_state(one, jax.vmap(one), flax.serialization.to_state_dict(state))
 
     def _from_canonical(self, tree: dict[str, Any]) -> GroupedState:
-        if set(tree) == {"params"}:
-            return self._from_params(tree["params"])
         if "codec" not in tree:
             tree = {**tree, "codec": flax.serialization.to_state_dict(self._first_codec())}
         target = jax.eval_shape(self._init, jax.random.key(0))

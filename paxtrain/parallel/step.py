@@ -245,8 +245,6 @@ class Trainer:
         return self.layout.map_mirrors(self.layout.to_canonical, tree)
 
     def _from_canonical(self, tree: dict[str, Any]) -> TrainState:
-        if set(tree) == {"params"}:
-            return self._from_params(tree["params"])
         if "codec" not in tree:
             tree = {**tree, "codec": flax.serialization.to_state_dict(self.compression.init())}
         target = jax.eval_shape(self._init, jax.random.key(0))
@@ -281,7 +279,7 @@ class Trainer:
     def from_canonical(self) -> Callable[[dict[str, Any]], TrainState]:
         """Compiled conversion of a canonical state to the state on this mesh.
 
-        The argument may lack "codec", or hold "params" alone. Missing parts are initialised as for the first step.
+        The argument may lack "codec", which is then initialised as for the first step.
         """
         made = jax.jit(self._from_canonical, out_shardings=self.state_shardings)
         return distributed.compiled_together(made, "a checkpoint's state")

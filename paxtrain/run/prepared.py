@@ -17,6 +17,7 @@ from paxtrain.data import settings, tokenizer
 from paxtrain.data.datasets import DataSets
 from paxtrain.devices import datasheets
 from paxtrain.errors import UserError
+from paxtrain.huggingface import importing
 from paxtrain.outer.timetable import Timetable
 from paxtrain.outer.trainer import GroupedTrainer, trainer_of
 from paxtrain.parallel import stage_choice
@@ -82,6 +83,10 @@ class PreparedRun:
         self.out = pathlib.Path(config.run.out)
         self.primary = jax.process_index() == 0
         self.talks = self.primary and not quiet
+        home = self.out / sampling.CHECKPOINTS
+        self._resumes = config.checkpoint.resume and bool(checkpoint_reading.finished_steps(home))
+        if config.init and not self._resumes:
+            _ = self._initial  # which checks it
         self.mesh, self.trainer = mesh, trainer_of(config, mesh, codec)
         self.data = DataSets(config)
         checks.check(self.trainer.compression)  # also decides which attention and which kernels run
@@ -90,6 +95,7 @@ class PreparedRun:
         self._check_tokenizer()
         checkpoint.ensure_writable(self.out)
         self._ranks: StageRanks | None = None
+        self._began = False  # whether the first state has the weights of `init`
         self._reset = ""  # the reason why the compression's state starts anew instead of from the checkpoint
         self._timetable = Timetable(config.outer, config.run.steps) if config.outer.every else None
         self._steps: dict[ProgramKey, jax.stages.Compiled] = {}
@@ -108,28 +114,38 @@ class PreparedRun:
         assert self._ranks is not None
         return self._ranks
 
+    @functools.cached_property
+    def _initial(self) -> importing.Model:
+        """The model whose weights the first state has."""
+        return importing.Model(self.config.init, self.config.model)
+
     @property
     def _tokenizer(self) -> pathlib.Path:
         return self.out / sampling.TOKENIZER
 
     def _check_tokenizer(self) -> None:
-        """Check that the data has the tokenizer of the checkpoints, so that token ids keep their meaning.
+        """Check that the data has the tokenizer of the weights, so that token ids keep their meaning.
 
         Raises:
             UserError: The tokenizers differ, or the data's is damaged.
         """
-        resumes = self.config.checkpoint.resume and checkpoint_reading.finished_steps(self.out / sampling.CHECKPOINTS)
-        paths = (self._tokenizer, self.data.tokenizer)
         if self.data.tokenizer.exists():
             tokenizer.load(self.data.tokenizer)  # find a damaged file now, not at the sample after training
-        if resumes and all(path.exists() for path in paths) and not tokenizer.alike(*paths):
+        if not self._resumes and not self.config.init:
+            return
+        mine, of = (self._tokenizer, "the checkpoints") if self._resumes else (self._initial.tokenizer, "the model")
+        paths = (mine, self.data.tokenizer)
+        if all(path.exists() for path in paths) and not tokenizer.alike(*paths):
+            other = "name another run.out" if self._resumes else "name another model with --config.init"
             raise UserError(
-                f"{paths[0]} of the checkpoints and {paths[1]} of the data are different tokenizers; prepare "
-                f"the data with --tokenizer={paths[0]}, or name another run.out"
+                f"{mine} of {of} and {paths[1]} of the data are different tokenizers; prepare the data with "
+                f"--tokenizer={mine}, or {other}"
             )
 
     def _keep_tokenizer(self) -> None:
-        """Copy the data's tokenizer beside the checkpoints, so that sampling does not need the data."""
+        """Copy the tokenizer of the model and of the data beside the checkpoints, so that sampling needs neither."""
+        if self.primary and self._began:
+            self._initial.keep(self.out)
         source = self.data.tokenizer
         target = self._tokenizer
         if self.primary and source.exists() and source.resolve() != target.resolve():
@@ -175,7 +191,7 @@ class PreparedRun:
             UserError: The checkpoint does not fit the configuration, or all checkpoints are damaged.
         """
         if not self.config.checkpoint.resume:
-            return self.trainer.init(self.config.run.seed)
+            return self._begin()
         abstract = self.trainer.abstract_canonical()
         with self.progress.doing("restoring a checkpoint"):
             model, step = sampling.architecture(self.config.model), self.config.run.resume_step
@@ -183,10 +199,35 @@ class PreparedRun:
         for problem in checkpoints.problems:
             self.say(problem)
         if restored is None:
-            return self.trainer.init(self.config.run.seed)
+            return self._begin()
         tree, meta = restored
-        self._resume(meta, int(tree.get("skipped", 0)))
+        self._resume(meta, int(tree["skipped"]))
         return self.trainer.from_canonical(tree)
+
+    def _begin(self) -> TrainState:
+        """Return the state before the first step: the seed's, or with the weights of the model that `init` names.
+
+        Raises:
+            UserError: The model is damaged, or another one on other processes.
+        """
+        if not self.config.init:
+            return self.trainer.init(self.config.run.seed)
+        problem, params, checksum = None, {}, 0
+        with self.progress.doing("reading a model"):
+            try:
+                params, checksum = self._initial.params(self.trainer.abstract_canonical()["params"])
+            except (UserError, OSError) as error:
+                problem = error
+            distributed.agree(problem)
+            found = distributed.gather_texts(str(checksum))
+        if other := [i for i, one in enumerate(found) if one != found[0]]:
+            raise UserError(
+                f"init={self.config.init} is another model on process {other[0]} than on process 0; name a folder that "
+                "all hosts share, or copy it to each"
+            )
+        self._began = True
+        self.say(f"the run begins with the weights of {self.config.init}")
+        return self.trainer.from_params(params)
 
     def _resume(self, meta: Meta, skipped: int) -> None:
         """Take the count of samples and the ranks from a checkpoint's metadata, and print what has changed since.
@@ -206,6 +247,8 @@ class PreparedRun:
             settled = before.settled if before.waited(step) is None else step
             self._timetable = dataclasses.replace(self._timetable, settled=settled)
         self.say(f"resumed from step {step}, {self.samples} samples consumed")
+        if self.config.init:
+            self.say(f"init={self.config.init} is not read, since the run has checkpoints")
         if step and (changed := report.changed_settings(meta["config"], self.config, step - skipped)):
             self.say(f"settings have changed: {changed}")
         if meta["data"] and meta["data"] != self.data.identity():
@@ -238,8 +281,6 @@ class PreparedRun:
         mine = checkpoint_record.kinds({"codec": abstract["codec"]})
 
         def wanted(meta: Meta, arrays: dict[str, str], where: str) -> set[str]:
-            if {path.split("/")[0] for path in arrays} == {"params"}:  # an imported model
-                return {"params"}
             self._check_groups({path.split("/")[0] for path in arrays}, where)
             self._check_pending(meta, where)
             saved = {path: kind for path, kind in arrays.items() if path.startswith("codec/")}

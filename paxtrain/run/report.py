@@ -21,7 +21,7 @@ from paxtrain.tables import size, some
 # What continues without a jump of the learning rate.
 NO_JUMP = (
     "runs with optimizer.schedule=wsd go on without a jump from a checkpoint before their decay, and so does a new run "
-    "that imports this one's export and warms up"
+    "that begins with this one's export (--config.init) and warms up"
 )
 CONFIG = "config.json"  # the configuration, in the run's folder
 _OF_BATCH, _OF_RUN = ("global_batch",), ("steps", "seed")  # settings that change what a run learns

@@ -141,6 +141,10 @@ def main(argv: Sequence[str]) -> None:
     # On CPUs scipy's OpenBLAS factorises the small matrices; with more threads it would spend its time on waking them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     config = from_dict(f.config)
+    if config.init:
+        raise UserError(
+            f"a study begins with each seed's weights, and the configuration has init={config.init}; leave it out"
+        )
     if config.mesh.devices > MOST_CPU_DEVICES:
         raise UserError(
             f"the mesh has {config.mesh.devices:,} devices, and a study traces steps on {MOST_CPU_DEVICES:,} at most; "

@@ -41,7 +41,7 @@ DATA = {f"config.data.{name}": f"{{home}}/{name}" for name in ("train", "validat
 TRAINING = {"config": "{home}/config.py", "cpu_devices": "8", "config.run.out": "{out}/run"} | DATA
 STUDY = DATA | {"config.mesh.tensor": "1", "config.compress.data.stages": "all", "config.compress.data.rank": "8"}
 SCHEDULE = {"config.pipeline.schedule": "{home}/schedule.csv"}
-IMPORT = {f"config.model.{name}": str(value) for name, value in MODEL.items()}
+INITIAL = {f"config.model.{name}": str(value) for name, value in MODEL.items()}
 PLAN = {"model": "{home}/config.py", "cluster": "{home}/cluster.json", "out": "{out}/plan", "oracle": "no", "top": "3"}
 SEARCH = ("planner.search.search:Search.run",)  # all candidates are known and bounded by then
 LAUNCH = {"config": "{home}/config.py", "nodes": "2"}
@@ -69,6 +69,14 @@ MAINS = (
         TRAINING | {"config": "{home}/config.json"},
         files="config.json",
         skip=("paxtrain.run.run:Run.train",),
+    ),
+    Main(
+        "paxtrain.train",
+        TRAINING | {"config.init": "{home}/model"} | INITIAL,
+        texts="config.init",
+        files="model/*",
+        skip=("paxtrain.parallel.step:Trainer.from_params",),
+        compiles=True,
     ),
     Main(
         "planner.plan",
@@ -182,7 +190,7 @@ MAINS = (
         integers="step tokens top_k seed",
         numbers="temperature",
         texts="checkpoint prompt",
-        files="trained/*.json trained/checkpoints/0/**/*",
+        files="trained/*.json trained/checkpoints/1/**/*",
         skip=("paxtrain.run.sampling:generate",),
         compiles=True,
     ),
@@ -191,7 +199,7 @@ MAINS = (
         {"checkpoint": "{home}/trained", "out": "{out}/exported"},
         integers="step",
         texts="checkpoint out dtype",
-        files="trained/*.json trained/checkpoints/0/**/*",
+        files="trained/*.json trained/checkpoints/1/**/*",
         skip=("paxtrain.huggingface.exporting:_save",),
         positional=("export",),
         compiles=True,
@@ -204,16 +212,6 @@ MAINS = (
         texts="plan coordinator config.pipeline.schedule",
         files="schedule.csv",
         skip=(":profile",),
-    ),
-    Main(
-        "paxtrain.huggingface.__main__",
-        {"model": "{home}/model", "config": "{home}/config.py", "config.run.out": "{out}/imported"} | IMPORT,
-        texts="model config",
-        overrides="config",
-        files="model/*",
-        skip=("paxtrain.run.checkpoint:Checkpoints.__init__",),
-        positional=("import",),
-        compiles=True,
     ),
     Main(
         "paxtrain.study.__main__",

@@ -27,7 +27,7 @@ from tests.planner.given import logs
 from tests.planner.traced.runs import Run, write
 from tests.sources import ROOT
 
-# The model that is imported, and from which a checkpoint is made.
+# The model with whose weights a run begins.
 MODEL = {"vocab_size": 257, "layers": 2, "hidden": 32, "heads": 4, "sequence": 32}
 # A row of a table of trials, besides what differs among its rows.
 TRIAL = dict.fromkeys(trials.COLUMNS, "") | {
@@ -152,7 +152,7 @@ def _planning(home: pathlib.Path) -> None:
 
 
 def _model(home: pathlib.Path) -> None:
-    """Write a model in Hugging Face's layout, and a run with its weights as the checkpoint of step 0."""
+    """Write a model in Hugging Face's layout, and a run that began with its weights, at step 1."""
     (home / "model/config.json").write_text(
         json.dumps(
             {
@@ -174,7 +174,10 @@ def _model(home: pathlib.Path) -> None:
     params = jax.tree.map(lambda x: np.full(x.shape, 0.01, np.float32), transformer.shapes(config))
     safetensors.numpy.save_file(architectures.weights(params, config), home / "model/model.safetensors")
     # In another process: one that has used its devices cannot be forked.
-    command = [sys.executable, "-W", "ignore", "-m", "paxtrain.huggingface", "import", f"--model={home / 'model'}"]
-    command += [f"--config={home / 'config.py'}", f"--config.run.out={home / 'trained'}"]
-    command += [f"--config.model.{name}={value}" for name, value in MODEL.items()]
+    command = [sys.executable, "-W", "ignore", "-m", "paxtrain.train", f"--config={home / 'config.py'}"]
+    given = {"init": home / "model", "run.out": home / "trained", "run.steps": 1, "run.eval_batches": 1}
+    given |= {"optimizer.warmup_steps": 0, "mesh.data": 1, "mesh.pipe": 1, "mesh.tensor": 1}
+    given |= {f"data.{part}": home / part for part in ("train", "validation")}
+    given |= {"run.sample_tokens": 0, **{f"model.{name}": value for name, value in MODEL.items()}}
+    command += [f"--config.{name}={value}" for name, value in given.items()]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

@@ -187,6 +187,8 @@ BAD_CONFIGURATION = {
     "small vocabulary": ["model.vocab_size=100"],
     "long sequences": ["model.sequence=512"],
     "unwritable": ["run.out=/dev/null/x"],
+    "no model to begin with": ["init={home}"],
+    "file as a model to begin with": ["init={home}/a_file"],
     "output is a file": ["run.out={home}/a_file"],
 }
 
@@ -285,12 +287,7 @@ HUGGINGFACE = [
     ["export"],
     ["export", "--checkpoint={home}", "--out={home}/hf"],
     ["export", "--dtype=float16"],
-    ["import", "--model={home}"],
-    ["import", "--model={home}", f"--config={TINY}"],
-    ["import", "--model={home}/a_file", f"--config={TINY}"],
-    ["import", "--model={home}", "--config=nowhere.py"],
-    ["import", "--model={home}", f"--config={TINY}", "--out={home}/hf"],
-    ["export", "--checkpoint={home}", "--out={home}/hf", f"--config={TINY}"],
+    ["import"],
 ]
 
 COMPARING = [

@@ -445,6 +445,7 @@ def test_given_times_choose_the_stages():
         (["--frontier", "--axes=time"], ["--axes must be some of between, data, activations, got 'time'"]),
         (["--frontier", "--codecs=int5"], ["--codecs must be some of int8, fp8", "got 'int5'"]),
         (["--config.compress.colour=3"], ["compress.colour"]),
+        (["--config.init=a_model"], ["begins with each seed's weights", "init=a_model; leave it out"]),
         (["--config.mesh.data=32768", "--config.batch.global_batch=524288"], ["devices, and a study traces", "1,024"]),
     ],
 )
