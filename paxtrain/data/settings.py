@@ -21,6 +21,7 @@ from paxtrain.data.tokenizer import END_OF_TEXT
 from paxtrain.errors import UserError
 
 FILE, GENERATION, TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+_MAP = "special_tokens_map.json"  # of older models
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}  # of transformers, for any tokenizer.json
 _OF_DATA = ("bos_token", "add_bos_token", "eos_token", "split_special_tokens")
 TokenizerSettings = dict[str, Any]
@@ -48,12 +49,14 @@ def read_object(path: pathlib.Path, instead: str = "write it anew, or remove it"
 def read(folder: pathlib.Path) -> TokenizerSettings:
     """Return the settings of a folder's tokenizer; none if it has no such file.
 
-    A chat template that lies beside the file is put into it.
+    A chat template that lies beside the file is put into it, and so are tokens that only a file of older models names.
 
     Raises:
         UserError: a file cannot be read, or is no JSON.
     """
     found = read_object(folder / FILE) if (folder / FILE).exists() else {}
+    more = read_object(folder / _MAP) if (folder / _MAP).exists() else {}
+    found |= {name: text for name in more if not found.get(name) and (text := token(more, name))}
     if (folder / TEMPLATE).is_file():
         try:
             found["chat_template"] = (folder / TEMPLATE).read_text("utf-8")
