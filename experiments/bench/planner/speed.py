@@ -3,12 +3,15 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 
 import numpy as np
+
+from planner.planning.kept import FOLDER
 
 # Devices, configuration and global batch of dry runs, with 8 H100s per host.
 RUNS = ((128, "gpt_8b", 512), (1024, "gpt_175b", 1536), (8192, "gpt_175b", 8192))
@@ -34,27 +37,48 @@ def _cluster(hosts: int, folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
+def _run(command: list[str], cache: pathlib.Path) -> tuple[float, float, str]:
+    """Return the seconds and the peak memory in GB of a dry run, and what it says of its search.
+
+    Args:
+        command: the command.
+        cache: folder of the user's caches.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    began = time.perf_counter()
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    output = process.stdout.read() if process.stdout else ""
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    if status:
+        raise RuntimeError(f"{' '.join(command)} failed")
+    search = next(line for line in output.splitlines() if line.startswith("search")).removeprefix("search").strip()
+    return seconds, usage.ru_maxrss / 1e6, search
+
+
 def speed(largest: int = 8192) -> None:
     """Print seconds and peak memory of dry runs for up to `largest` devices.
 
     Raises:
         RuntimeError: a run failed.
     """
-    print("\na dry run of python -m planner.plan --oracle=no, imports and report included")
-    print(f"  {'devices':>8}  {'model':<10}{'seconds':>9}{'peak GB':>9}  search")
+    print("\na dry run of python -m planner.plan --oracle=no, imports and report included, in seconds:")
+    print("with no layer's program read yet, with all of them kept, and planned again")
+    print(f"  {'devices':>8}  {'model':<10}{'nothing':>9}{'programs':>9}{'again':>9}{'peak GB':>9}  search")
     for devices, model, global_batch in RUNS:
         if devices > largest:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            cluster = _cluster(devices // 8, pathlib.Path(folder))
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+            cluster, cache = _cluster(devices // 8, folder), folder / "cache"
             command = [sys.executable, "-m", "planner.plan", f"--model=configs/{model}.py", f"--cluster={cluster}"]
             command += [f"--global_batch={global_batch}", "--oracle=no", f"--out={folder}/plan"]
-            began = time.perf_counter()
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            output = process.stdout.read() if process.stdout else ""
-            _, status, usage = os.wait4(process.pid, 0)
-            seconds = time.perf_counter() - began
-            if status:
-                raise RuntimeError(f"the dry run for {devices} devices failed")
-        search = next(line for line in output.splitlines() if line.startswith("search")).removeprefix("search").strip()
-        print(f"  {devices:>8,}  {model:<10}{seconds:>9.1f}{usage.ru_maxrss / 1e6:>9.2f}  {search}", flush=True)
+            first, *_ = _run(command, cache)
+            shutil.rmtree(cache / "paxtrain" / FOLDER)
+            programs, memory, search = _run(command, cache)
+            again, *_ = _run(command, cache)
+        row = f"  {devices:>8,}  {model:<10}{first:>9.1f}{programs:>9.1f}{again:>9.1f}{memory:>9.2f}  {search}"
+        print(row, flush=True)
