@@ -1,10 +1,12 @@
-"""Bad input: its error, one sentence for the user, and whole numbers that users write.
+"""Bad input: its error, one sentence for the user, whole numbers that users write, and libraries that are not there.
 
 `command_line` prints the sentence and exits with code 2.
 """
 
 import errno
+import importlib
 import os
+from types import ModuleType
 
 MOST_SECONDS = 1e9  # thirty years; timers and XLA's flags take little more
 PREFIX = "error: "  # begins the sentence
@@ -58,3 +60,20 @@ def whole(text: str, most: int = 2**31 - 1) -> int | None:
         return None
     number = int(text)
     return number if number <= most else None
+
+
+def library(name: str, why: str) -> ModuleType:
+    """Return a module of a library that only some runs need, and so is not among the requirements.
+
+    Args:
+        name: name of the module.
+        why: what needs it, as the beginning of a sentence.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        needed = name.partition(".")[0]
+        raise UserError(f"{why}, which needs {needed} ({error}); pip install {needed}") from error

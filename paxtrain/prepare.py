@@ -1,13 +1,14 @@
 """Turn text into token files: train.{bin,idx,sha256}, validation.{bin,idx,sha256} and the tokenizer, in a folder.
 
     python -m paxtrain.prepare --out=runs/data                                # Python's standard library, as bytes
+    python -m paxtrain.prepare --input='web/*.parquet,books.jsonl.zst' --json_key=content --out=runs/web
     python -m paxtrain.prepare --input=books/,web.jsonl --out=runs/books --tokenizer=bpe --vocab_size=8192
     python -m paxtrain.prepare --input=code/ --out=runs/code --tokenizer=runs/books/tokenizer.json      # to mix both
     python -m paxtrain.prepare --out=runs/data --verify                       # are the files still what was written?
     python -m paxtrain.prepare --show=runs/data/train                         # what is in a set, its first document too
 
-A document is one file, or a text of a file that holds JSON lines, an array of objects or one object. Every document
-ends with `<|endoftext|>`, or --end_of_text.
+A document is one file, or a text of a file that holds JSON lines, an array of objects, one object or Parquet. Files may
+be compressed by gzip or Zstandard. Every document ends with `<|endoftext|>`, or --end_of_text.
 """
 
 import os
@@ -28,7 +29,7 @@ HINT = "name text files with --input="
 
 def define_flags() -> None:
     """Define this main's flags."""
-    flags.DEFINE_list("input", ["stdlib"], "Files of text or JSON, folders or globs; stdlib: Python's own library.")
+    flags.DEFINE_list("input", ["stdlib"], "Files of text, JSON or Parquet, folders or globs; stdlib: Python's own.")
     flags.DEFINE_string("out", "runs/data", "Directory for train.{bin,idx}, validation.{bin,idx} and tokenizer.json.")
     define(PrepareOptions)
     flags.DEFINE_string("show", "", "Prepare nothing; print what is in the token files of this prefix.")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ("compress", "paxtrain", "planner", "configs", "experiments")
 # Distributions that are not named like their module.
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"absl": "absl-py", "backports": "backports-zstd", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
 
 
 @dataclasses.dataclass(frozen=True)

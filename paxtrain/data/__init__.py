@@ -1,6 +1,7 @@
 """Training data: corpora of text, tokenizers, token files made from them, data sets and mixtures of those.
 
-corpus.py preparation.py             text; token files made from it
+text_files.py corpus.py              texts of files; documents, some of them held out
+preparation.py                       token files made from them
 tokenizer.py settings.py             tokenizers; what begins and ends documents
 token_files.py                       token files, and the stream of samples read from them
 checksums.py                         checksums of token files

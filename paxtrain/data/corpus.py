@@ -1,9 +1,7 @@
-"""Documents read from files of text and of JSON, and the choice of those that are held out."""
+"""Documents read from files of text, and the choice of those that are held out."""
 
-import codecs
 import dataclasses
 import glob
-import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -12,15 +10,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from paxtrain.data.text_files import texts
 from paxtrain.errors import UserError
 
 # Third-party code, tests, and tables of code points; some 10 MB of prose and code remain.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
-# Sequence sizes are int32 in the format, and a token is at least a byte.
-_LARGEST_DOCUMENT = 2**31 - 2
 _SHOWN = 60  # characters of the first document that are shown
-# Names of files that hold JSON lines; others hold what their content says.
-_LINES = (".jsonl", ".jsonlines", ".ndjson")
 # Folders of the whole machine and of the kernel: no corpus, and some files there have no end.
 _NO_CORPUS = ("/", "/dev", "/proc", "/sys")
 
@@ -77,112 +72,19 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
-def _decode(raw: bytes, path: str, offset: int) -> str:
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset + error.start} "
-            f"({error.reason}); convert the file or leave it out of --input"
-        ) from error
-    return text if offset else text.removeprefix("\ufeff")
-
-
-def _json(text: str, where: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
-        raise UserError(f"{where} is JSON that cannot be read: {error}") from error
-
-
-def _record_text(record: object, where: str, key: str) -> str:
-    if not isinstance(record, dict) or key not in record:
-        found = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise UserError(f"{where} has no key {key!r} but {found}; name the key of the text with --json_key")
-    text = record[key]
-    if not isinstance(text, str):
-        raise UserError(f"{where} has {type(text).__name__} under {key!r} instead of a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where} has half of a surrogate pair in its text, which is not valid Unicode") from error
-    return text
-
-
-def _has_lines(path: str, key: str) -> bool:
-    """Return whether a file holds JSON lines: its name says so, or its first lines are objects.
-
-    A single line must have the key, since files of other programs are a line of JSON, too.
-    """
-    if path.lower().endswith(_LINES):
-        return True
-    found: list[dict[str, object]] = []
-    with open(path, "rb") as file:
-        for line in file:
-            start = line.removeprefix(codecs.BOM_UTF8).strip()
-            if not start:
-                continue
-            try:
-                record = json.loads(start) if start.startswith(b"{") else None
-            except (ValueError, RecursionError):
-                record = None
-            if not isinstance(record, dict):
-                break
-            found.append(record)
-            if key in record or len(found) == 2:
-                return True
-    return False
-
-
-def _whole(text: str, path: str, key: str) -> Iterator[str]:
-    """Yield the texts of a file that is one object or an array of objects with the key; otherwise its whole text."""
-    try:
-        value = json.loads(text) if text.lstrip()[:1] in ("[", "{") else None
-    except (ValueError, RecursionError):
-        value = None
-    records = value if isinstance(value, list) else [value]
-    if not records or not isinstance(records[0], dict) or key not in records[0]:
-        yield text
-        return
-    for number, record in enumerate(records, 1):
-        yield _record_text(record, f"{path}, object {number},", key)
-
-
-def _file_documents(path: str, json_key: str) -> Iterator[str]:
-    lines = _has_lines(path, json_key)
-    if not lines and os.path.getsize(path) > _LARGEST_DOCUMENT:
-        raise UserError(f"{path} is larger than {_LARGEST_DOCUMENT} bytes, too large for one document; split it")
-    with open(path, "rb") as file:
-        if not lines:
-            yield from _whole(_decode(file.read(), path, 0), path, json_key)
-            return
-        offset = 0
-        for number, line in enumerate(file, 1):
-            text = _decode(line, path, offset)
-            offset += len(line)
-            if text.strip():
-                where = f"{path}, line {number},"
-                yield _record_text(_json(text, where), where, json_key)
-
-
 def documents(files: Sequence[str], json_key: str = "text") -> Iterator[str]:
-    """Yield the documents of all files in order, also empty ones.
-
-    The content of a file decides: JSON lines, an array of objects or one object give a document for each object, and
-    any other file is one document. A byte order mark in front is no part of the text.
+    """Yield the documents of all files in order, also empty ones; each is one of a file's `texts`.
 
     Args:
         files: paths of the files.
-        json_key: key of the text in the objects of JSON.
+        json_key: key of the text in the objects of JSON, and name of its column in Parquet.
 
     Raises:
-        UserError: a file cannot be read, is not UTF-8, or an object of it holds no text under `json_key`.
+        UserError: a file cannot be read, or holds no texts, see `texts`.
     """
     for path in files:
         try:
-            yield from _file_documents(path, json_key)
+            yield from texts(path, json_key)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
 
@@ -193,7 +95,7 @@ class Corpus:
 
     Attributes:
         files: paths of the files, see `documents`.
-        json_key: key of the text in the objects of JSON.
+        json_key: key of the text in the objects of JSON, and name of its column in Parquet.
         held_out: indices of the documents that are held out.
         cut: character from which a single document is held out; 0 if there are several documents.
         characters: number of characters of all documents.
@@ -234,7 +136,7 @@ def split(files: Sequence[str], json_key: str, fraction: float, seed: int) -> Co
 
     Args:
         files: paths of the files, see `documents`.
-        json_key: key of the text in the objects of JSON.
+        json_key: key of the text in the objects of JSON, and name of its column in Parquet.
         fraction: share that is held out, between 0 and 1: of the documents, or of the text of a single document.
         seed: seed of the choice.
 

@@ -56,7 +56,7 @@ class PrepareOptions:
         vocab_size: largest vocabulary of bpe; 8192 if not given.
         vocab: path of GPT-2's vocab.json.
         merges: path of GPT-2's merges.txt.
-        json_key: key of the text in the objects of files that hold JSON.
+        json_key: key of the text in the objects of JSON, and name of its column in Parquet.
         validation_fraction: share of the documents that is held out for validation, at least one; a single document
             gives its end.
         seed: seed of the choice of held-out documents.
