@@ -221,35 +221,6 @@ def _meeting(mesh: Mesh) -> Callable[[], None]:
     return lambda: jax.block_until_ready(compiled(ones))
 
 
-def all_reduce(
-    devices: Sequence[jax.Device], per_host: int, axis: str, size: int, repeats: int = 5
-) -> Callable[[], float]:
-    """Compile an all-reduce, and return a function that returns its median seconds. All processes call it together.
-
-    Args:
-        devices: all devices, host after host.
-        per_host: devices per host.
-        axis: "host" to reduce over the hosts, "device" to reduce over the devices of each host.
-        size: bytes per device.
-        repeats: number of timed calls.
-    """
-    mesh = _hosts_mesh(devices, per_host)
-    spec = PartitionSpec(("host", "device"))
-    mapped = jax.shard_map(lambda x: lax.pmean(x, axis), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    sharding = NamedSharding(mesh, spec)
-    x = jax.jit(lambda: jnp.zeros((mesh.size, size // 4), jnp.float32), out_shardings=sharding)()
-    compiled = jax.jit(mapped).lower(x).compile()
-
-    def run(_: int) -> None:
-        jax.block_until_ready(compiled(x))
-
-    def median() -> float:
-        run(0)  # makes the connections
-        return float(np.median([_seconds(run, 0) for _ in range(repeats)]))
-
-    return median
-
-
 def _hosts_mesh(devices: Sequence[jax.Device], per_host: int) -> Mesh:
     return Mesh(np.array(devices).reshape(-1, per_host), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
 

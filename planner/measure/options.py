@@ -20,7 +20,6 @@ class ProfileOptions:
         time_limit: seconds after which to keep what was measured, and end; default: no limit.
         least: number of compute sizes that are measured even if the time is up.
         compute_hosts: hosts of each device kind on which compute is measured; 0: all.
-        all_reduces: whether all-reduces are timed and compared with the times that the links predict.
     """
 
     sizes: tuple[int, ...] = (MIB, 4 * MIB, 16 * MIB)
@@ -31,4 +30,3 @@ class ProfileOptions:
     time_limit: float | None = knob(None, least=1)
     least: int = 0
     compute_hosts: int = 0
-    all_reduces: bool = True

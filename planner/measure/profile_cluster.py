@@ -18,10 +18,10 @@ from planner.cost import compute
 from planner.measure import alike_links, compute_timing
 from planner.measure.link_timing import LinkTimes
 from planner.measure.machines import Machines
-from planner.measure.options import MIB, ProfileOptions
+from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
 from planner.measure.profile_compute import profile_compute
-from planner.measure.profile_links import profile_links, time_all_reduces, time_fan_out
+from planner.measure.profile_links import profile_links, time_fan_out
 from planner.measure.profile_trunks import profile_trunks
 
 
@@ -75,8 +75,6 @@ def profile(
     # With two hosts each has one other, and rings on GPUs send to one at a time.
     if len(machines.hosts) > 2 and "cpu" in machines.kinds:
         fan_out = time_fan_out(group, machines, filled, nics, int(times.sizes.max()), trunks)
-    if options.all_reduces and len(machines.devices) > 1:
-        said += time_all_reduces(group, machines, filled, nics, min(4 * MIB, int(times.sizes.max())))
     fitted = int((~filled.measured & ~np.eye(len(machines.hosts), dtype=bool)).sum())
     if fitted:
         words = f"{fitted}, fitted from the others by sender, receiver, sites and racks"

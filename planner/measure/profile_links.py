@@ -6,7 +6,6 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-from paxtrain import tables
 from planner.cluster import link_fit
 from planner.cluster.trunks import Trunks
 from planner.cost.link_seconds import IN_TURN
@@ -168,43 +167,3 @@ def time_fan_out(
         if slope <= _EXPLAINED * per_host * behind.sum() * (~behind).sum() / rate:
             return max((count - 1) / 2, 1.0)
     return fan_out(slope / per_byte, (per_host, per_host * (count - 1)), nics)
-
-
-def time_all_reduces(
-    group: ProcessGroup, machines: Machines, filled: link_fit.Filled, nics: int, size: int
-) -> list[tuple[str, str]]:
-    """Time all-reduces over the hosts and inside them, and compare them with rings over the measured links.
-
-    Args:
-        group: the processes of the run.
-        machines: their hosts and devices.
-        filled: the measured links.
-        nics: NICs per host.
-        size: bytes per device to reduce.
-
-    Returns:
-        A name and a sentence for each kind of all-reduce.
-    """
-    count = len(machines.hosts)
-    slowness = 1 / np.median(filled.samples, axis=0)
-    here = np.arange(count)
-    there = np.roll(here, -1)
-    rings = []
-    if count > 1:
-        # Collective libraries send in host order, in either direction around the ring.
-        per_byte = min(slowness[here, there].max(), slowness[there, here].max())
-        alpha = filled.alpha[here, there].max()
-        rings.append(("over the hosts", "host", count, per_byte * max(machines.per_host / nics, 1.0), alpha))
-    if machines.per_host > 1:
-        rings.append(("inside a host", "device", machines.per_host, slowness.diagonal().max(), filled.alpha[0, 0]))
-    rows = []
-    for name, axis, ring, per_byte, alpha in rings:
-        timed = link_timing.all_reduce(machines.devices, machines.per_host, axis, size)
-        group.meet("an all-reduce is compiled")
-        with group.watch(machines.hosts[machines.of_process[group.process]], f"the others in an all-reduce {name}"):
-            seconds = timed()
-        seconds = group.gather(seconds, max)
-        links = 2 * (ring - 1) * (alpha + size / ring * per_byte)
-        took = f"{tables.size(size, 'B')} in {seconds:.4g} s"
-        rows.append((f"all-reduce {name}", f"{took}; these links predict {links:.4g} s for a ring in host order"))
-    return rows

@@ -201,7 +201,6 @@ def _profile(group: ProcessGroup, machines: Machines, config: Config, request: P
         time_limit=request.seconds,
         least="cpu" in machines.kinds,  # of which there is no data sheet
         compute_hosts=request.compute_hosts,
-        all_reduces=False,
     )
     cluster, said = profile_cluster.profile(group, machines, config, options, "job")
     # Training needs the memory of what was measured with.

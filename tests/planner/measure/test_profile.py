@@ -70,7 +70,7 @@ def test_machines_are_found(machines):
 
 @pytest.mark.once
 def test_the_file_can_be_planned_with(profiled, config, tmp_path):
-    cluster, said = profiled
+    cluster, _ = profiled
     cluster.save(tmp_path / "cluster.json")
     loaded = Cluster.load(tmp_path / "cluster.json")
     assert loaded.hosts == (socket.gethostname(),)
@@ -87,7 +87,6 @@ def test_the_file_can_be_planned_with(profiled, config, tmp_path):
     found = compute.layer(loaded, "cpu", config.model, layer_sizes({"tensor": 2}), 1, "layer_inputs")
     assert found.backward == pytest.approx(loaded.compute[0]["backward"])
     assert found.backward > 0
-    assert any(what == "all-reduce inside a host" for what, _ in said)
 
 
 def test_when_the_time_is_up_the_rest_is_left_out_and_said(group, machines, config):
