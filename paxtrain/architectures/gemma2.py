@@ -32,12 +32,13 @@ class Gemma2(Architecture):
     model_types = ("gemma2",)
     options = MappingProxyType(
         {
-            "query_pre_attn_scalar": 256.0,  # scores are divided by its root
+            "query_pre_attn_scalar": 256,  # scores are divided by its root
             "attn_logit_softcapping": 50.0,  # 0: scores have no bound
             "final_logit_softcapping": 30.0,  # 0: logits have no bound
             "sliding_window": 4096,
         }
     )
+    reach: tuple[str, ...] = ("sliding_window",)
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
         rotary.check(config)

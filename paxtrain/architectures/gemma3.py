@@ -28,13 +28,14 @@ class Gemma3(gemma2.Gemma2):
     model_types = ("gemma3_text",)
     options = MappingProxyType(
         {
-            "query_pre_attn_scalar": 256.0,
+            "query_pre_attn_scalar": 256,
             "final_logit_softcapping": 0.0,
             "sliding_window": 4096,
             "sliding_window_pattern": 6,  # the last of so many layers sees all
             "rope_local_base_freq": 10_000.0,
         }
     )
+    reach = ("sliding_window", "rope_local_base_freq")
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
         head_norms = (decoder.norm(f"{x}_norm", f"self_attn.{x}_norm", "head", init="zeros") for x in "qk")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Mistral(llama.Llama):
     model_types = ("mistral",)
     options = MappingProxyType({"sliding_window": 0})  # tokens that each sees; 0: all before it
+    reach = ("sliding_window",)
 
     def attended(self, p: Params, h: "jax.Array", c: "LayerContext") -> "jax.Array":
         q, k, v = decoder.queries_keys_values(p, h, c)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Phi3(Architecture):
     model_types = ("phi3",)
     options = MappingProxyType({"partial_rotary_factor": 1.0, "sliding_window": 0})  # 0: each token sees all before it
+    reach = ("sliding_window",)
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
         rotary.check(config, self.option(config, "partial_rotary_factor"))

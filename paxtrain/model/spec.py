@@ -149,11 +149,13 @@ class Architecture:
         model_types: its names in Hugging Face's config.json; the first one is that of exports.
         axes: mesh axes that may split its parameters, since its layers run the collectives over them.
         options: its further values (--config.model.options.NAME) and what they are by default; `option` returns one.
+        reach: those options that say how far tokens see or where they are, which may change when a run goes on.
     """
 
     model_types: tuple[str, ...] = ()
     axes: tuple[str, ...] = (TENSOR,)
     options: Mapping[str, Any] = MappingProxyType({})
+    reach: tuple[str, ...] = ()
 
     def option(self, config: ModelConfig, name: str) -> Any:
         """Return the value of one of its options."""

@@ -30,6 +30,11 @@ def architecture(config: ModelConfig) -> dict[str, str | int | float]:
         free.add("sequence")
     values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
     values["head_size"] = 0 if config.heads * config.head_dim == config.hidden else config.head_dim
+    known = parameters.architecture(config)
+    kept = known.options.keys() - known.reach
+    values["options"] = {
+        name: value for name in sorted(kept) if (value := known.option(config, name)) != known.options[name]
+    }
     later = ("module", "head_size", "options")  # which checkpoints of older versions do not name
     return {name: value for name, value in values.items() if name not in free and (name not in later or value)}
 

@@ -22,6 +22,7 @@ from paxtrain.model import parameters, transformer
 from paxtrain.model.tensor_parallel import WHOLE
 from paxtrain.model.transformer import settle_attention
 from paxtrain.process.jax_private import without_cudnn
+from paxtrain.run import sampling
 from paxtrain.testing import check_model
 from planner.program.cache import layer_program
 
@@ -77,7 +78,7 @@ OTHERWISE = [
     ("gemma2", {"options": {"attn_logit_softcapping": 0.0}}),
     ("gemma2", {"options": {"final_logit_softcapping": 0.0}}),
     ("gemma2", {"options": {"sliding_window": 0}}),
-    ("gemma2", {"options": {"query_pre_attn_scalar": 8.0}}),
+    ("gemma2", {"options": {"query_pre_attn_scalar": 8}}),
     ("gemma3", {"options": {"sliding_window_pattern": 2}}),
     ("gemma3", {"options": {"rope_local_base_freq": 500.0}}),
     ("phi3", {"options": {"partial_rotary_factor": 1.0}}),
@@ -99,6 +100,21 @@ def test_another_value_would_show(name, change):
     other = dataclasses.replace(model, **{field: OptionValues({**getattr(model, field), **some} if some else {})})
     params = architectures.params(weights.__getitem__, other)
     assert np.abs(logits(params, results["ids"], other) - results["logits"]).max() > 10 * TOLERANCE
+
+
+def test_how_far_tokens_see_may_change_when_a_run_goes_on():
+    """What else an option says is part of the model, but for one that says what is usual."""
+    model = model_of(theirs("gemma3")[0])
+    linear = OptionValues(rope_type="linear", factor=8.0)
+    reach = {"sliding_window": 9, "rope_local_base_freq": 70.0}
+    longer = dataclasses.replace(
+        model, sequence=48, rope_theta=9e5, rope_scaling=linear, options=OptionValues(model.options | reach)
+    )
+    assert sampling.architecture(longer) == sampling.architecture(model)
+    other = dataclasses.replace(model, options=OptionValues(model.options | {"query_pre_attn_scalar": 13}))
+    assert sampling.architecture(other) != sampling.architecture(model)
+    usual = dataclasses.replace(model_of(theirs("granite")[0]), options=OptionValues(logits_scaling=1.0))
+    assert sampling.architecture(usual) == sampling.architecture(dataclasses.replace(usual, options=OptionValues()))
 
 
 def small(name: str) -> ModelConfig:
