@@ -71,6 +71,11 @@ class Config(Checked):
             each("model.sequence", multiples_near(mesh.tensor, model.sequence)),
             {"mesh.sequence_parallel": False},
         )
+        require(
+            not (self.data.stream and self.run.log_samples),
+            f"run.log_samples tells places in token files, which data.stream={self.data.stream} does not have",
+            {"run.log_samples": False},
+        )
         self.batch.rank_micro_batches(mesh)
         require(
             self.pipeline.idle != "compute" or not self.uneven,

@@ -17,15 +17,17 @@ _NUMBER = re.compile(r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})(e[+-]?\d\d?)?|\d{1,30}/\
 _EXAMPLE = "web=runs/web/train,code=runs/code/train"
 
 
-def _sets(key: str, text: str) -> dict[str, str]:
-    """Return the prefixes by name; a single one without a name has the name ""."""
+def _sets(key: str, text: str, several: bool = False) -> dict[str, str]:
+    """Return the prefixes by name; one without a name, or `several`, are the set of the name ""."""
     matches = [_NAMED.fullmatch(part.strip()) for part in text.split(",")]
-    if len(matches) == 1 and not matches[0]:
+    if not any(matches) and (several or len(matches) == 1):
         return {"": text}
     found: dict[str, str] = {}
     for match in matches:
         if not match:
-            raise UserError(f"{key} must be one prefix, or named data sets as {_EXAMPLE}, got {text!r}")
+            example = "web=web/*.parquet,code=code.jsonl.gz" if several else _EXAMPLE
+            one = "files without names" if several else "one prefix"
+            raise UserError(f"{key} must be {one}, or named data sets as {example}, got {text!r}")
         name, prefix = match.groups()
         require(name not in found, f"{key} has two data sets of the name {name}; give each a different name")
         found[name] = prefix
@@ -54,7 +56,12 @@ class DataConfig(Checked):
             "web=runs/web/train,code=runs/code/train".
         validation: one validation set, or several with names, likewise; each has a separate validation loss.
         weights: shares of several training sets, "web=0.7,code=0.3"; only their proportions count.
-        shuffle: whether to shuffle the samples of a training set in each epoch; False: they come in the file's order.
+        stream: files of text that are tokenized while the run trains, in place of data.train: paths, folders and globs
+            joined by commas, or several sets with names, "web=web/*.parquet,code=code.jsonl.gz", each one path, folder
+            or glob. Their tokenizer is that of the validation data. "": none.
+        json_key: key of the text in the objects of streamed JSON, and name of its column in Parquet.
+        shuffle: whether to shuffle the samples of a training set in each epoch; False: they come in the file's order. A
+            stream's files are shuffled in each epoch, and its documents in windows of 1,024.
         prefetch: batches read ahead.
         verify: compare the files with the checksums that paxtrain.prepare wrote, before anything else; sets of at most
             64 MiB always are.
@@ -63,6 +70,8 @@ class DataConfig(Checked):
     train: str = "runs/data/train"
     weights: str = ""
     validation: str = "runs/data/validation"
+    stream: str = ""
+    json_key: str = "text"
     shuffle: bool = True
     prefetch: int = 2
     verify: bool = False
@@ -74,8 +83,8 @@ class DataConfig(Checked):
 
     @property
     def train_sets(self) -> dict[str, str]:
-        """Prefixes of the training sets by name."""
-        return _sets("data.train", self.train)
+        """Prefixes of the training sets by name, or their inputs if they are streamed."""
+        return _sets("data.stream", self.stream, True) if self.stream else _sets("data.train", self.train)
 
     @property
     def validation_sets(self) -> dict[str, str]:
@@ -85,31 +94,32 @@ class DataConfig(Checked):
     @property
     def mixture(self) -> dict[str, int]:
         """Number of samples of each training set in a period of the mixture, by name; names are sorted."""
-        sets = sorted(self.train_sets)
+        sets, key = sorted(self.train_sets), "data.stream" if self.stream else "data.train"
         names, equal = ", ".join(sets), {"data.weights": ",".join(f"{name}=1" for name in sets)}
         if not self.weights and len(sets) == 1:
             return {sets[0]: 1}
         require(
             bool(self.weights),
-            f"data.train has the data sets {names}, but data.weights is empty",
+            f"{key} has the data sets {names}, but data.weights is empty",
             equal,
         )
         require(
             sets != [""],
-            f"data.weights={self.weights} needs data sets with names as {_EXAMPLE}, got data.train={self.train}",
+            f"data.weights={self.weights} needs data sets with names as {_EXAMPLE}, got {key}="
+            f"{self.stream or self.train}",
             {"data.weights": OUT},
         )
         given: dict[str, Fraction] = {}
         for part in self.weights.split(","):
             name, equals, weight = part.strip().partition("=")
             require(bool(equals), f"data.weights must be NAME=WEIGHT joined by commas, got {self.weights!r}")
-            require(name in sets, f"data.weights names the data set {name!r}, but data.train has {names}", equal)
+            require(name in sets, f"data.weights names the data set {name!r}, but {key} has {names}", equal)
             require(name not in given, f"data.weights gives the data set {name} two weights; give it one")
             given[name] = _weight(name, weight)
         missing = [name for name in sets if name not in given]
         require(
             not missing,
-            f"data.weights={self.weights} has no weight for {', '.join(missing)}, but data.train has {names}",
+            f"data.weights={self.weights} has no weight for {', '.join(missing)}, but {key} has {names}",
             equal,
         )
         common = math.lcm(*(weight.denominator for weight in given.values()))

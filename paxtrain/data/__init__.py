@@ -5,5 +5,6 @@ preparation.py                       token files made from them
 tokenizer.py settings.py             tokenizers; what begins and ends documents
 token_files.py                       token files, and the stream of samples read from them
 checksums.py                         checksums of token files
+streams.py                           text that is tokenized while a run trains
 mixture.py datasets.py               weighted mixtures; the data sets of a run
 """

@@ -26,21 +26,25 @@ def stdlib_files() -> list[str]:
     return [str(path) for path in sorted(root.rglob("*.py")) if not _NOT_STDLIB & {*path.relative_to(root).parts}]
 
 
-def input_files(inputs: Sequence[str]) -> list[str]:
+def input_files(inputs: Sequence[str], key: str = "--input") -> list[str]:
     """Return the files named by paths, folders, globs and "stdlib", each once.
 
     A folder names all files below it except hidden ones.
+
+    Args:
+        inputs: paths, folders, globs and "stdlib".
+        key: name of the setting that has them, for messages.
 
     Raises:
         UserError: there are no inputs, or one of them names no file, or the whole machine.
     """
     if not inputs:
-        raise UserError("--input is empty; name text files, folders or globs, or `stdlib`")
+        raise UserError(f"{key} is empty; name text files, folders or globs, or `stdlib`")
     files: list[str] = []
     for name in inputs:
         path = Path(name)
         if (folder := _walked(name)) in _NO_CORPUS:
-            raise UserError(f"--input={name} would read all below {folder}, which is no text; name a narrower folder")
+            raise UserError(f"{key}={name} would read all below {folder}, which is no text; name a narrower folder")
         if name == "stdlib":
             found = stdlib_files()
         elif os.path.isfile(name):
@@ -51,7 +55,7 @@ def input_files(inputs: Sequence[str]) -> list[str]:
         else:
             found = [file for file in sorted(glob.glob(name, recursive=True)) if os.path.isfile(file)]
         if not found:
-            raise UserError(f"--input={name} names no files; it takes text files, folders or globs, or `stdlib`")
+            raise UserError(f"{key}={name} names no files; it takes text files, folders or globs, or `stdlib`")
         files += found
     once: dict[str, str] = {}
     for file in files:

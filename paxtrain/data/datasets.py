@@ -5,12 +5,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import grain
 import numpy as np
 
 from paxtrain import tables
 from paxtrain.config import Config
 from paxtrain.data import settings, token_files
 from paxtrain.data.mixture import Mixture
+from paxtrain.data.streams import Streams, StreamState
 from paxtrain.data.token_files import TokenFile
 from paxtrain.data.tokenizer import FILE as TOKENIZER
 from paxtrain.data.tokenizer import alike
@@ -42,7 +44,8 @@ class DataSets:
     """The training and validation sets of a run. Sample n is the same for any mesh, batch size and resumption.
 
     Attributes:
-        train: token files of the training sets by name; a single set without a name has the name "".
+        train: token files of the training sets by name; a single set without a name has the name "". None if they are
+            streamed.
         validation: token files of the validation sets by name, likewise.
     """
 
@@ -64,24 +67,40 @@ class DataSets:
             )
 
         self._weights = config.data.mixture
-        self.train = {name: load(config.data.train_sets[name]) for name in self._weights}
+        streamed = bool(config.data.stream)
+        self.train = {} if streamed else {name: load(config.data.train_sets[name]) for name in self._weights}
         self.validation = {name: load(prefix) for name, prefix in config.data.validation_sets.items()}
         _require_one_tokenizer([*self.train.values(), *self.validation.values()])
+        self._streams = Streams(config, self.tokenizer) if streamed else None
+
+    @property
+    def _known(self) -> list[TokenFile]:
+        """The sets whose tokenizer is that of the training sets."""
+        return list((self.train or self.validation).values())
 
     @property
     def tokenizer(self) -> pathlib.Path:
-        """Path of the sets' tokenizer.json, or of where it would lie if no training set has one."""
-        paths = [pathlib.Path(file.prefix).with_name(TOKENIZER) for file in self.train.values()]
+        """Path of the sets' tokenizer.json, or of where it would lie if no training set has one.
+
+        Streamed sets have that of the validation sets.
+        """
+        paths = [pathlib.Path(file.prefix).with_name(TOKENIZER) for file in self._known]
         return next((path for path in paths if path.exists()), paths[0])
 
     @property
     def settings(self) -> list[settings.TokenizerSettings]:
         """The settings of the training sets' tokenizers, without sets that have none."""
-        folders = dict.fromkeys(pathlib.Path(file.prefix).parent for file in self.train.values())
+        folders = dict.fromkeys(pathlib.Path(file.prefix).parent for file in self._known)
         return [found for folder in folders if (found := settings.read(folder))]
 
-    def training(self, rows: Sequence[int], start_sample: int = 0, seed: int | None = None) -> Iterator[np.ndarray]:
-        """Yield this process's rows of the global training batches without end, int32 [len(rows), sequence + 1].
+    def training(
+        self,
+        rows: Sequence[int],
+        start_sample: int = 0,
+        seed: int | None = None,
+        state: StreamState | None = None,
+    ) -> grain.DatasetIterator:
+        """Return this process's rows of the global training batches without end, int32 [len(rows), sequence + 1].
 
         Every set has separate epochs. Their order depends on the seed and the set's name, not on other sets or
         weights.
@@ -90,7 +109,11 @@ class DataSets:
             rows: rows of each global batch that this process reads.
             start_sample: number of samples consumed before.
             seed: seed of the order; None: the configuration's.
+            state: state of the iterator of a stream after as many samples, which says what to go on with; None: the
+                stream begins.
         """
+        if self._streams:
+            return self._streams.training(rows, seed, state)
         c = self._config
         place = self._placing(c.run.seed if seed is None else seed)
 
@@ -150,6 +173,8 @@ class DataSets:
 
         A file is identified by its length and its first million tokens.
         """
+        if self._streams:
+            return self._streams.identity()
         sets = {
             name: {"tokens": len(file), "beginning": zlib.crc32(file.read(0, min(len(file), 1_000_000)).tobytes())}
             for name, file in self.train.items()
@@ -161,6 +186,8 @@ class DataSets:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return the table rows of each named set: its share, and its number of epochs in the run."""
+        if self._streams:
+            return self._streams.describe()
         if "" in self.train:
             return []
         c, rows = self._config, []

@@ -135,9 +135,7 @@ def _rows(path: str, column: str) -> Iterator[str]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if column not in names:
-                raise UserError(
-                    f"{path} has no column {column!r} but the columns {', '.join(names)}; {_NAME_IT}"
-                )
+                raise UserError(f"{path} has no column {column!r} but the columns {', '.join(names)}; {_NAME_IT}")
             number = 0
             for batch in file.iter_batches(_ROWS, columns=[column]):
                 for value in batch.column(0).to_pylist():

@@ -15,7 +15,7 @@ import hashlib
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grain
 import numpy as np
@@ -290,8 +290,8 @@ def stream(
     rows: Sequence[int],
     start_sample: int = 0,
     prefetch: int = 2,
-) -> Iterator[np.ndarray]:
-    """Yield this process's rows of all global batches without end; other rows are not read.
+) -> grain.DatasetIterator:
+    """Return an iterator over this process's rows of all global batches; other rows are not read.
 
     Sample i depends on neither the mesh nor the batch size, so a run resumes from `start_sample` on any of them.
 
@@ -324,7 +324,7 @@ def batches(
     start_sample: int = 0,
     shuffle: bool = True,
     prefetch: int = 2,
-) -> Iterator[np.ndarray]:
+) -> grain.DatasetIterator:
     """Return the `stream` of one file's samples, in their `order`.
 
     Args:

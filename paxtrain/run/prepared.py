@@ -5,6 +5,7 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterator
 
+import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -15,6 +16,7 @@ from paxtrain import files
 from paxtrain.config import Config, OuterConfig, read_section, to_dict
 from paxtrain.data import settings, tokenizer
 from paxtrain.data.datasets import DataSets
+from paxtrain.data.streams import StreamState
 from paxtrain.devices import datasheets
 from paxtrain.errors import UserError
 from paxtrain.huggingface import importing
@@ -105,6 +107,8 @@ class PreparedRun:
         self._samples, self._places = np.unique(config.batch_samples[self.rows], return_inverse=True)
         self.tokens_per_step = config.batch.global_batch * config.model.sequence
         self.samples = 0
+        self._stream: StreamState | None = None  # the state of the stream in the checkpoint
+        self._reading: grain.DatasetIterator | None = None  # the iterator of the training data, once it is read
         self.stop = Stop()
         self.lock = RunLock(self.out) if self.primary else None  # last, when all input is good
 
@@ -163,10 +167,10 @@ class PreparedRun:
             start_sample: Number of training samples to skip.
             part: Name of the validation set.
         """
-        training = name == "train"
-        samples = self._samples.tolist()
-        local = self.data.training(samples, start_sample) if training else self.data.validating(part, samples)
-        for rows in local:
+        samples, local = self._samples.tolist(), None
+        if name == "train":
+            local = self._reading = self.data.training(samples, start_sample, state=self._stream)
+        for rows in local or self.data.validating(part, samples):
             yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows[self._places])
 
     @functools.cached_property
@@ -252,7 +256,10 @@ class PreparedRun:
         if step and (changed := report.changed_settings(meta["config"], self.config, step - skipped)):
             self.say(f"settings have changed: {changed}")
         if meta["data"] and meta["data"] != self.data.identity():
-            self.say(f"the data order has changed; the checkpoint's is {meta['data']}")
+            anew = "; the stream begins anew" if self.config.data.stream else ""
+            self.say(f"the data order has changed{anew}; the checkpoint's is {meta['data']}")
+        else:
+            self._stream = meta.get("stream")
         if self._reset:
             self.say(self._reset)
         compression = meta.get("compression", {})
@@ -407,9 +414,11 @@ class PreparedRun:
             state: State after the step.
             step: Number of the step.
         """
+        stream = self._reading.get_state() if self._reading else self._stream
         meta = {
             "step": step,
             "samples": self.samples,
+            "stream": stream if self.config.data.stream else None,
             "model": sampling.architecture(self.config.model),
             "data": self.data.identity(),
             "config": to_dict(self.config),
