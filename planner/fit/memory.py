@@ -145,9 +145,7 @@ def fit(trials: Sequence[Trial]) -> MemoryModel:
     if not some:
         return TYPICAL
     held, measured = [_held(trial) for trial in some], np.log([trial.memory or 1.0 for trial in some])
-    logged = [
-        x[:1] if trial.trainer in _OF_FIRST else _largest(x, TYPICAL.counts) for trial, x in zip(some, held)
-    ]
+    logged = [x[:1] if trial.trainer in _OF_FIRST else _largest(x, TYPICAL.counts) for trial, x in zip(some, held)]
     rows, room = np.concatenate(logged), _room(some)
     start, spread = np.log(TYPICAL.counts), np.array([c.spread for c in COUNTS])
 

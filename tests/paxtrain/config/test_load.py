@@ -63,7 +63,9 @@ def test_a_models_file_is_a_configuration(tmp_path):
     assert (found.model.family, found.model.head_dim, found.model.rope_theta) == ("qwen3", 128, 1e6)
     assert (found.model.sequence, found.batch.global_batch, found.batch.micro_batch) == (4096, 1024, 2)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"model_type": "mamba"}))
-    with pytest.raises(UserError, match=r"config.json is of model_type 'mamba', which is not implemented; gemma2, .* qwen3, .* are"):
+    with pytest.raises(
+        UserError, match=r"is of model_type 'mamba', which is not implemented; gemma2, .* qwen3, .* are"
+    ):
         load_config(str(tmp_path))
 
 
