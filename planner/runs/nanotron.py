@@ -9,7 +9,7 @@ models/llama.py, get_block_compute_costs).
 from typing import NamedTuple
 
 
-class Split(NamedTuple):
+class StageBlocks(NamedTuple):
     """The blocks of each stage.
 
     Attributes:
@@ -21,7 +21,7 @@ class Split(NamedTuple):
     whole: bool
 
 
-def split(layers: int, hidden: int, ffn: int, vocab: int, pp: int) -> Split:
+def split(layers: int, hidden: int, ffn: int, vocab: int, pp: int) -> StageBlocks:
     """Return the stages of a Llama-shaped model.
 
     Args:
@@ -38,4 +38,4 @@ def split(layers: int, hidden: int, ffn: int, vocab: int, pp: int) -> Split:
         done += cost
         stages.append(stages[-1] + (done * pp > sum(costs) * (stages[-1] + 1)))
     of_layers, of_loss, last = stages[1 : 1 + layers], stages[-2], stages[-1]
-    return Split(tuple(of_layers.count(stage) for stage in range(pp)), of_loss == last)
+    return StageBlocks(tuple(of_layers.count(stage) for stage in range(pp)), of_loss == last)
