@@ -170,7 +170,7 @@ def _packed(found: Found) -> dict[str, Any]:
 
 
 def _unpacked(search: Search, value: dict[str, Any]) -> Found:
-    fields = {name: tuple(x) if isinstance(x, list) else x for name, x in value["candidate"].items()}
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in value["candidate"].items()}
     candidate = Candidate(**fields, coded=search.coded, outer=search.choices.outer)
     placement = Placement(**{**value["placement"], "hosts": np.array(value["placement"]["hosts"])})
     return Found(**{**value, "candidate": candidate, "placement": placement})
