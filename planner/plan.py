@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from paxtrain.command_line import group, run
 from paxtrain.errors import UserError
+from paxtrain.knobs import define
 from paxtrain.process import setup
 from planner import planning_flags
 from planner.answers import free_choice, hosts, what_if
@@ -98,6 +99,7 @@ def define_flags() -> None:
     """Define the flags of this main."""
     planning_flags.define_inputs()
     flags.DEFINE_string("out", "runs/plan", "Folder for plan.json and report.html.")
+    define(PlanOptions, "trainer")
     with group("What a plan may choose"):
         planning_flags.define_flags()
     flags.DEFINE_enum(

@@ -14,7 +14,7 @@ from paxtrain.config.parallel import MOST_SEQUENCES
 from paxtrain.errors import UserError
 from paxtrain.knobs import define, given, integers
 from planner.cluster import cluster as clusters
-from planner.cluster.cluster import Cluster
+from planner.cluster.cluster import PAXTRAIN, Cluster
 from planner.cluster.variants import of_devices
 from planner.fit.recalibrate import recalibrated
 from planner.planning.inputs import sections
@@ -22,7 +22,7 @@ from planner.planning.loss_budget import read
 from planner.planning.options import PlanOptions
 
 _H100S = "h100_16x8"  # cluster whose devices --devices means if there is no --cluster
-_OPTIONS = [field.name for field in dataclasses.fields(PlanOptions) if field.name not in ("oracle", "others")]
+_OPTIONS = [f.name for f in dataclasses.fields(PlanOptions) if f.name not in ("oracle", "others", "trainer")]
 SEARCH = (*_OPTIONS, *more_axes())  # the flags that `define_flags` defines
 # What the planner decides, and the flags that narrow it to a value.
 _DECIDED = {
@@ -73,7 +73,7 @@ def define_inputs() -> None:
 
 
 def define_flags() -> None:
-    """Define a flag for each option except `oracle`."""
+    """Define a flag for each option except `oracle`, and `trainer`, which is for plans of other trainers alone."""
     define(PlanOptions, *_OPTIONS, compress=["none"])
     for name in more_axes():
         flags.DEFINE_list(name, [], f"Sizes of the {name} axis to try; empty for all that divide.")
@@ -164,7 +164,7 @@ def cluster() -> Cluster:
     if f.devices:
         found = of_devices(found, f.devices)
     if f.constants:
-        found = recalibrated(found, f.constants, f.constants_of)
+        found = recalibrated(found, f.constants, f.constants_of, f.trainer if "trainer" in f else PAXTRAIN.trainer)
     elif f.constants_of:
         raise UserError(f"--constants_of={f.constants_of} needs --constants; name a constants.json of planner.validate")
     return clusters.without(found, f.without) if f.without else found

@@ -57,7 +57,7 @@ _TABLE = {
     ),
     "planner/planning": (
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule paxtrain/study planner/cluster planner/cost "
-        "planner/memory planner/placement planner/report planner/search"
+        "planner/fit planner/memory planner/placement planner/report planner/runs planner/search"
     ),
     "planner/answers": (
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule planner/cluster planner/cost planner/memory "

@@ -11,14 +11,14 @@ import dataclasses
 import numpy as np
 
 from experiments.published.runs import PER_HOST, PublishedRun
-from planner.cluster.cluster import ASSUMED, Cluster, Shares
+from planner.cluster.cluster import ASSUMED, ATTAINED, Cluster
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import LinkSeconds, Paths, fabric, paths
 from planner.cost.simulate import sharded_step
 from planner.cost.step_time import Problem
-from planner.pipeline import ideal
+from planner.fit.recalibrate import profile, run_by
 
 Array = np.ndarray
 
@@ -26,6 +26,8 @@ _LATENCY = 2e-6, 1.2e-5  # seconds inside a host and between hosts, typical of N
 # Bytes/s, each way, between two devices of a host: NVLink's rate by its data sheet.
 _INSIDE = {(8, 0): 300e9, (9, 0): 450e9}
 _REACHES = {"a100-80gb": "a100", "h100": "h100", "h100-500w": "limited"}
+# Names of planner/runs/trainers.py; nothing is known of Meta's.
+_TRAINERS = {"Megatron-LM": "megatron-lm", "Megatron-DeepSpeed": "megatron-lm", "torchtitan": "torchtitan", "Meta": ""}
 _SAVES = {"none": "residuals", "full": "layers"}
 
 
@@ -47,8 +49,8 @@ class PublishedConstants:
     h100: float = SHEETS["h100"].reach
     limited: float = 0.50
     memory: float = ASSUMED.memory
-    inside: float = 0.82
-    between: float = 0.70
+    inside: float = ATTAINED["inside"]
+    between: float = ATTAINED["between"]
     waiting: float = 1.0e-3
 
 
@@ -62,7 +64,7 @@ def cluster_of(run: PublishedRun, constants: PublishedConstants) -> Cluster:
     count, same = run.devices // PER_HOST, np.eye(run.devices // PER_HOST, dtype=bool)
     inside = _INSIDE[run.sheet.capability] * constants.inside
     between = run.host_bytes / run.tensor * constants.between
-    return Cluster(
+    found = Cluster(
         name=run.name,
         source=run.columns["source"],
         hosts=tuple(f"n{i}" for i in range(count)),
@@ -72,9 +74,11 @@ def cluster_of(run: PublishedRun, constants: PublishedConstants) -> Cluster:
         nics=run.tensor,
         alpha=np.where(same, *_LATENCY),
         samples=np.where(same, inside, between)[None],
-        shares=Shares(memory=constants.memory, stored_scores=not run.flash),
         sheets={run.device: dataclasses.replace(run.sheet, reach=getattr(constants, _REACHES[run.device]))},
     )
+    trainer = _TRAINERS[run.columns["trainer"]]
+    found = run_by(found, profile(trainer) | {"memory": constants.memory}, trainer)
+    return dataclasses.replace(found, shares=dataclasses.replace(found.shares, stored_scores=not run.flash))
 
 
 def _candidate(run: PublishedRun) -> Candidate:
@@ -96,7 +100,7 @@ def _candidate(run: PublishedRun) -> Candidate:
 
 def _links(run: PublishedRun, problem: Problem, where: Paths) -> LinkSeconds:
     """Return the seconds of the messages; those that tensor ranks split are a T-th."""
-    links = problem.links(where)
+    links, where = problem.links(where), problem.as_run(where)
     if not run.split_messages or run.sequence_parallel:
         return links
     part = problem.message / run.tensor
@@ -133,10 +137,9 @@ def predicted(run: PublishedRun, constants: PublishedConstants | None = None) ->
     hosts = groups[None] // (PER_HOST // run.tensor)
     where = paths(fabric(cluster), hosts, run.tensor)
     if run.sharding == "fsdp":
-        return float(sharded_step(problem, where)[0])
+        return float(sharded_step(problem, problem.as_run(where))[0]) + cluster.host_seconds
     if not run.overlap:
         problem.hides = np.zeros_like(problem.hides)
     _slow_down(run, problem, constants)
     links, kinds = _links(run, problem, where), problem.kind_of_host[hosts]
-    pipelines = ideal.pipeline(problem.table, problem.seconds(links, kinds))
-    return float(problem.finish(links, kinds, pipelines).total[0])
+    return float(problem.evaluate(links, kinds).total[0])

@@ -53,6 +53,54 @@ class Shares:
 ASSUMED = Shares()
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainerExecution:
+    """How a trainer runs a plan, besides the shares of data sheets that it reaches; the default is this trainer.
+
+    Attributes:
+        trainer: its name, one of planner/runs/trainers.py.
+        rows: stages exchange messages row by row, as this trainer's do; otherwise ops begin as soon as their messages
+            are there (planner.pipeline.ideal).
+        overlaps: shardings over data with which gradients are reduced under the last backward.
+        whole_tables: the tied embedding's gradients are exchanged whole, in the dtype of the weights.
+        crossing_launch: seconds by which Shares.layer_launch is longer for each tensor rank if stages exchange messages
+            across hosts.
+        message_seconds: seconds of a message between stages on different hosts, besides its bytes.
+        buckets: collectives over data for each layer of a stage, beside one.
+        hop_ratio: bytes of messages between stages, over those that planner.cost counts.
+        data_ratio: the same of collectives over data.
+        tied_ratio: the same of the exchange of the tied embedding's gradients.
+        stalls: rates at which its runs stall, see planner/fit/stalls.py.
+        stall_seconds: seconds that each message then takes longer.
+    """
+
+    trainer: str = "paxtrain"
+    rows: bool = True
+    overlaps: tuple[str, ...] = ("none", "zero1")
+    whole_tables: bool = False
+    crossing_launch: float = 0.0
+    message_seconds: float = 0.0
+    buckets: float = 0.0
+    hop_ratio: float = 1.0
+    data_ratio: float = 1.0
+    tied_ratio: float = 1.0
+    stalls: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    stall_seconds: float = 0.0
+
+    @property
+    def ease(self) -> float:
+        """Factor on bytes that no message is below."""
+        return min(1.0, self.hop_ratio, self.data_ratio, self.tied_ratio * (0.5 if self.whole_tables else 1.0))
+
+
+PAXTRAIN = TrainerExecution()
+
+
+# Shares of nominal rates that links reach in training, by the class of the link, fitted to half of the published runs
+# of docs/accuracy.md.
+ATTAINED = {"inside": 0.82, "between": 0.70}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cluster:
     """A cluster, as the planner knows it.
@@ -75,9 +123,14 @@ class Cluster:
         alpha: [H, H] seconds of latency from host to host; on the diagonal inside a host.
         samples: [R, H, H] bytes/s of a single flow, likewise; R repeated measurements.
         measured: [H, H] whether the link was measured or follows from others; None: all were.
+        nominal: classes of links whose rates are a data sheet's, "inside" and "between" hosts; see `attained`.
+        reached: classes of links whose rates are a share of nominal ones.
         compute: rows of the compute profile, which planner/cost/compute.py reads.
         named: whether the hosts' names are the real ones, not made up from a count.
         shares: shares of the data sheet that devices reach if there is no compute profile.
+        execution: how the trainer that plans are made for runs them.
+        deviations: standard deviations of logarithms of constants that were fitted to its runs, by their names in
+            planner/fit/constants.py.
         parts: the cluster whose hosts are taken several at a time here, see `merged`.
     """
 
@@ -91,9 +144,13 @@ class Cluster:
     alpha: np.ndarray
     samples: np.ndarray
     measured: np.ndarray | None = None
+    nominal: tuple[str, ...] = ()
+    reached: tuple[str, ...] = ()
     compute: tuple[dict[str, Any], ...] = ()
     named: bool = True
     shares: Shares = ASSUMED
+    execution: TrainerExecution = PAXTRAIN
+    deviations: Mapping[str, float] = dataclasses.field(default_factory=dict)
     parts: "Cluster | None" = None
     fan_out: float = 1.0
     sheets: Mapping[str, DeviceSheet] = dataclasses.field(default_factory=dict)
@@ -184,9 +241,41 @@ class Cluster:
         return np.quantile(self.samples, q, axis=0)
 
 
+@functools.lru_cache(maxsize=64)
+def with_crossing(cluster: Cluster, tensor: int) -> Cluster:
+    """Return the cluster as its trainer's layers are priced on it if messages between stages cross hosts.
+
+    Args:
+        cluster: the cluster.
+        tensor: tensor ranks, for each of which the host launches later.
+    """
+    if not cluster.execution.crossing_launch:
+        return cluster
+    launch = cluster.shares.layer_launch + tensor * cluster.execution.crossing_launch
+    return dataclasses.replace(cluster, shares=dataclasses.replace(cluster.shares, layer_launch=launch))
+
+
 def between(cluster: Cluster) -> np.ndarray:
     """Return True for the pairs of different hosts, bool [H, H]."""
     return ~np.eye(len(cluster.hosts), dtype=bool)
+
+
+def attained(cluster: Cluster) -> Cluster:
+    """Return the cluster with the rates that its links reach in training: of nominal ones a share, others as they are.
+
+    Trunks are links between hosts.
+    """
+    if not cluster.nominal:
+        return cluster
+    inside, outside = (ATTAINED[name] if name in cluster.nominal else 1.0 for name in ("inside", "between"))
+    trunks = cluster.trunks
+    return dataclasses.replace(
+        cluster,
+        samples=cluster.samples * np.where(between(cluster), outside, inside),
+        trunks=trunks and dataclasses.replace(trunks, bandwidth=trunks.bandwidth * outside),
+        nominal=(),
+        reached=cluster.nominal,
+    )
 
 
 def merged(cluster: Cluster, together: int) -> Cluster:

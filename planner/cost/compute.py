@@ -406,6 +406,8 @@ def layer(
     """
     link = inside(cluster, kind)
     device = cluster.sheet(kind) or _CPU
+    if not cluster.execution.rows:
+        save = {"layer_inputs": "layers"}.get(save, save)  # others run whole layers again
     shape = (*profiled(model), mesh.get(TENSOR, 1), save)
     # Other architectures of one's own may not be there.
     groups = {row: times for row, times in _groups(cluster, kind).items() if _family(row) in (*FAMILIES, model.module)}

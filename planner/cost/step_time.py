@@ -21,13 +21,13 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES, DATA
 from paxtrain.schedule.schedules import build, spec_of
-from planner.cluster.cluster import Cluster
+from planner.cluster.cluster import PAXTRAIN, Cluster, TrainerExecution, with_crossing
 from planner.cost import compute as costs
 from planner.cost import data_axis, outer
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds, Paths, paths
 from planner.cost.sizes import MASTER, Sizes
-from planner.pipeline import simulator
+from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
 
 Array = np.ndarray
@@ -93,7 +93,8 @@ class Problem(Sizes):
         self.kind_of_host = np.array([kinds.index(kind) for kind in cluster.kinds])
         c = candidate
         how = (c.layer_sizes, c.micro_batch, c.save, c.sequence_parallel)
-        self.layer = list(layer) or [costs.layer(cluster, kind, model, *how) for kind in kinds]
+        priced = with_crossing(cluster, c.tensor) if self.crosses else cluster
+        self.layer = list(layer) or [costs.layer(priced, kind, model, *how) for kind in kinds]
         self.overlap = cluster.overlaps
         packed = c.backward, c.backward_links
         self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, *packed, skips=bool(c.data_micro_batches))
@@ -113,6 +114,12 @@ class Problem(Sizes):
         self.hides = self._hidden(counts) * last[:, None]  # [kinds, P]
         self.pass_per_byte = unit["byte"]
 
+    @functools.cached_property
+    def crosses(self) -> bool:
+        """Whether stages exchange messages across hosts: on any placement if a host cannot hold a pipeline."""
+        c = self.candidate
+        return c.pipe > 1 and c.pipe * c.seat > self.cluster.devices_per_host
+
     def _hidden(self, counts: Array) -> Array:
         """Return the number of layers [kinds, P] that a stage's last op runs while other layers' gradients are reduced.
 
@@ -122,7 +129,8 @@ class Problem(Sizes):
             counts: layers of each virtual stage, [kinds, V].
         """
         c = self.candidate
-        if not self.overlap or c.together == 1:
+        reduced_under = ("zero1" if c.zero1 else "none") in self.cluster.execution.overlaps
+        if not (self.overlap and reduced_under) or c.together == 1:
             return np.zeros((len(counts), c.pipe))
         few = min(c.micro_batches, 2 * c.pipe + c.micro_batches % c.pipe)  # further ones only repeat rows
         closing = _closing(c.schedule, c.pipe, c.micro_batches if spec_of(c.schedule).size else few, c.chunks)
@@ -158,7 +166,7 @@ class Problem(Sizes):
 
     def links(self, paths: Paths) -> LinkSeconds:
         """Return the seconds of the candidate's messages on the paths of some placements."""
-        c = self.candidate
+        c, paths = self.candidate, self.as_run(paths)
 
         def on(path: tuple[Array, Array], size: float) -> Array:
             seconds = path[0] + size * path[1]
@@ -188,6 +196,32 @@ class Problem(Sizes):
             between=DataLinks(*map(stages, paths.between)) if c.inside > 1 else None,
             outer=outer.seconds(self, self.pass_per_byte.max(), *paths.outer) if c.apart > 1 else None,
         )
+
+    def as_run(self, where: Paths) -> Paths:
+        """Return paths on which messages count as the cluster's trainer sends them."""
+        by, c = self.cluster.execution, self.candidate
+        if by == PAXTRAIN:
+            return where
+        whole = self.whole_tables(by)
+        turns = 1 + by.buckets * int(c.stage_map.by_stage(c.counts).sum(axis=0).max())
+        overhead = by.message_seconds if self.crosses else 0.0
+        return counted(where, by.hop_ratio, overhead, by.data_ratio, turns, by.tied_ratio * whole)
+
+    def whole_tables(self, by: TrainerExecution) -> float:
+        """Return the bytes of the tied embedding's exchange over those of this trainer, which sends a rank's part."""
+        return self.candidate.together * costs.ITEM[self.model.dtype] / MASTER if by.whole_tables else 1.0
+
+    def replayed(self, table: Table, seconds: simulator.Seconds, rough: bool = False) -> Array:
+        """Return the seconds [pipelines, P] at which stages end their last op, as the cluster's trainer runs a table.
+
+        Args:
+            table: table of the candidate's schedule.
+            seconds: durations of pipelines.
+            rough: see `simulator.pipeline`.
+        """
+        if self.cluster.execution.rows:
+            return simulator.pipeline(table, seconds, self.overlap, rough)
+        return ideal.pipeline(table, seconds)
 
     def step(self, fabric: Fabric, hosts: Array) -> Step:
         """Return the predicted steps on placements.
@@ -287,7 +321,7 @@ class Problem(Sizes):
         """Return the seconds [batch * D, P] at which stages leave their last rows, for the simulator's durations."""
         found = np.empty((len(seconds.forward), self.candidate.pipe))
         for table, where in self.tables(len(found)):
-            found[where] = simulator.pipeline(table, simulator.take(seconds, where), self.overlap)
+            found[where] = self.replayed(table, simulator.take(seconds, where))
         return found
 
     def finish(self, links: LinkSeconds, kinds: Array, pipelines: Array) -> Step:
@@ -351,12 +385,46 @@ def _closing(schedule: str, stages: int, micro_batches: int, chunks: int) -> Arr
     return np.isin(np.arange(stages), build(schedule, stages, micro_batches, chunks, True).closing)
 
 
+def counted(
+    where: Paths,
+    hop: Array | float,
+    overhead: Array | float,
+    data: Array | float,
+    turns: Array | float,
+    tied: Array | float,
+) -> Paths:
+    """Return paths whose messages count as often as a trainer's do; factors are numbers or have one for each placement.
+
+    Args:
+        where: paths [batch, ...].
+        hop: factor on the bytes of messages between stages.
+        overhead: seconds more of each of these.
+        data: factor on the bytes of collectives over data.
+        turns: collectives in which one array travels.
+        tied: factor on the bytes of the exchange of the tied embedding's gradients.
+    """
+
+    def times(
+        path: tuple[Array, Array], factor: Array | float, many: Array | float = 1.0, more: Array | float = 0.0
+    ) -> tuple[Array, Array]:
+        def of(x: Array | float) -> Array:
+            return np.reshape(x, (-1, *[1] * (path[0].ndim - 1)))
+
+        return path[0] * of(many) + of(more), path[1] * of(factor)
+
+    return Paths(
+        forward=times(where.forward, hop, more=overhead),
+        backward=times(where.backward, hop, more=overhead),
+        ring=times(where.ring, data, turns),
+        scatter=times(where.scatter, data, turns),
+        swap=times(where.swap, tied),
+    )
+
+
 Executor = Callable[[Table, simulator.Seconds, bool], Array]  # see planner.pipeline.simulator.pipeline
 
 
-def steps(
-    problems: list[Problem], placements: list[tuple[Paths, Array]], replay: Executor = simulator.pipeline
-) -> list[Step]:
+def steps(problems: list[Problem], placements: list[tuple[Paths, Array]], replay: Executor | None = None) -> list[Step]:
     """Return the steps of many candidates, each on a batch of placements.
 
     Candidates that run the same table are simulated together.
@@ -364,7 +432,7 @@ def steps(
     Args:
         problems: candidates.
         placements: each problem's paths, and the device kinds [batch, D, P] (indices) of its groups.
-        replay: what replays the table.
+        replay: what replays the table; None: what the cluster's trainer does.
     """
     links = [problem.links(where) for problem, (where, _) in zip(problems, placements, strict=True)]
     seconds = [p.seconds(x, kinds) for p, x, (_, kinds) in zip(problems, links, placements)]
@@ -375,7 +443,8 @@ def steps(
             members.setdefault(table, []).append((n, where))
     for table, some in members.items():
         parts = [simulator.take(seconds[n], where) for n, where in some]
-        replayed = replay(table, simulator.concatenate(parts), problems[some[0][0]].overlap)
+        one, every = problems[some[0][0]], simulator.concatenate(parts)
+        replayed = replay(table, every, one.overlap) if replay else one.replayed(table, every)
         ends = np.cumsum([len(part.forward) for part in parts])
         for (n, where), part in zip(some, np.split(replayed, ends[:-1])):
             pipelines[n][where] = part

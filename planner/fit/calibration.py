@@ -165,10 +165,12 @@ class Calibration:
 
     def _of_owners(self, cluster: str, trainer: str) -> Array:
         """Return all constants of a cluster's runs by a trainer."""
-        at, typical = self.parameters.at, np.array([c.typical for c in CONSTANTS])
+        return np.exp(self.values[self._places(cluster, trainer)]) * np.array([c.typical for c in CONSTANTS])
+
+    def _places(self, cluster: str, trainer: str) -> list[int]:
+        """Return the places of the constants of a cluster's runs by a trainer."""
         keys = [("trainer", trainer) if c.owner == "trainer" and trainer else ("cluster", cluster) for c in CONSTANTS]
-        logs = self.values[[at.get(key, 0) + i for i, key in enumerate(keys)]]
-        return np.exp(logs) * typical
+        return [self.parameters.at.get(key, 0) + i for i, key in enumerate(keys)]
 
     @property
     def clusters(self) -> dict[str, Array]:
@@ -228,7 +230,10 @@ class Calibration:
         return whole * _of_trainers(trials, self.memory, lambda model, some: model.fits(some))
 
     def describe(self) -> dict[str, Any]:
-        """Return JSON values: every fitted value with its unit, its range and whether it lies at an end of it."""
+        """Return JSON values: every fitted value with its unit, its range and whether it lies at an end of it.
+
+        A constant's deviation is the standard deviation of its logarithm.
+        """
 
         def entry(value: float, low: float, high: float, **more: Any) -> dict[str, Any]:
             place = np.log(value / low) / np.log(high / low)
@@ -244,8 +249,13 @@ class Calibration:
                     "noise": self.noise.get(name, self.noise[""]),
                     "stalls_per_host": dataclasses.asdict(self.rates.get(name, self.rates[""])),
                     "constants": {
-                        c.name: entry(value, low, high, unit=c.unit, typical=c.typical, meaning=c.meaning)
-                        for c, value, (low, high) in zip(CONSTANTS, values, self.ranges[name])
+                        c.name: entry(value, low, high, deviation=x, unit=c.unit, typical=c.typical, meaning=c.meaning)
+                        for c, value, x, (low, high) in zip(
+                            CONSTANTS,
+                            values,
+                            np.sqrt(np.diag(self.covariance)[self._places(name, self.trainers[name])]).tolist(),
+                            self.ranges[name],
+                        )
                     },
                 }
                 for name, values in self.clusters.items()

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import optimize, special
 
 from planner.runs.trainers import TRAINERS
 from planner.runs.trials import Trial
@@ -21,6 +20,12 @@ Array = np.ndarray
 FULL = 0.85  # share of a device's memory from which on it is nearly full
 NOISE = 0.2  # standard deviation of the logarithm of a stalled run's time around its prediction
 _SPREAD = 2.5  # deviation of the logarithms of rates around what is typical of a trainer
+
+
+def messages(stages: int, micro_batches: int) -> int:
+    """Return the messages of the busiest stage in a step, there and back, of each neighbour; of one stage in a ring."""
+    neighbours = min(stages - 1, 2) if stages > 1 else 2
+    return 2 * neighbours * micro_batches
 
 
 def exposure(trials: Sequence[Trial], full: Array) -> Array:
@@ -67,6 +72,8 @@ def fit(prior: StallRates, trials: Sequence[Trial], full: Array, stalled: Array)
         full: [trials] probability that their devices are nearly full.
         stalled: [trials] probability that each has stalled.
     """
+    from scipy import optimize, special  # here, since plans, which only read rates, need none of it
+
     exposed, start = exposure(trials, full), np.log(dataclasses.astuple(prior))
 
     def loss(logs: Array) -> float:

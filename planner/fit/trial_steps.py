@@ -27,9 +27,10 @@ from planner.cost.compute import LayerCosts
 from planner.cost.link_seconds import Paths, fabric, paths
 from planner.cost.simulate import sharded_step
 from planner.cost.sizes import MASTER
-from planner.cost.step_time import Executor, Problem, steps
+from planner.cost.step_time import Executor, Problem, counted, steps
 from planner.fit.constants import NAMES
 from planner.fit.recalibrate import LINKS, SHARES, fitted_links, fitted_shares
+from planner.fit.stalls import messages
 from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
 from planner.runs.trainers import TRAINERS
@@ -182,9 +183,8 @@ class _TrialRun:
 
     @property
     def stalls(self) -> int:
-        """Messages of the busiest stage in a step: there and back, of each neighbour."""
-        neighbours = min(self.trial.pp - 1, 2) if self.trial.pp > 1 else 2
-        return 2 * neighbours * self.trial.micro_batches
+        """Messages that a run which stalls waits for."""
+        return messages(self.trial.pp, self.trial.micro_batches)
 
 
 class TrialSteps:
@@ -214,7 +214,7 @@ class TrialSteps:
         problems, placements = [], []
         for n, run in enumerate(self.runs):
             settings = _Settings(constants[:, n], speed[:, n], known)
-            layer = settings.layer(run, not (self.own or run.trainer.flash), eager=not self.own)
+            layer = settings.layer(run, not (self.own or run.trainer.flash), not self.own and run.trainer.eager)
             layer = [_scaled(one, x) for one, x in zip(layer, factor[:, n][:, run.slots].ravel().tolist())]
             problem = Problem(settings.cluster(run, 0), run.trial.model, run.candidate, layer=layer)
             if not self.own and run.trial.sharding not in run.trainer.overlaps:
@@ -317,27 +317,17 @@ class _Settings:
             # Other systems exchange the whole table, not a data rank's float32 part.
             whole = 1.0 if own else run.trial.dp * run.trial.element_bytes / MASTER
 
-            def value(name: str, like: Array) -> Array:
-                return np.array([one[name] for one in self.values]).reshape(-1, *[1] * (like.ndim - 1))
+            def value(name: str) -> Array:
+                return np.array([one[name] for one in self.values])
 
-            def scaled(path: tuple[Array, Array], name: str, times: float = 1.0) -> tuple[Array, Array]:
-                return path[0], path[1] * times * value(name, path[1])
-
-            def hops(path: tuple[Array, Array]) -> tuple[Array, Array]:
-                lone = max(run.trial.host_nics / run.trial.tp, 1.0) if run.crosses else 1.0  # a flow has one NIC
-                latency, per_byte = scaled(path, "hop_ratio", lone)
-                return latency + run.crosses * value("message_seconds", latency), per_byte
-
-            def collectives(path: tuple[Array, Array]) -> tuple[Array, Array]:
-                latency, per_byte = scaled(path, "data_ratio")
-                return latency * (1 + max(run.trial.stage_layers) * value("buckets", latency)), per_byte
-
-            return Paths(
-                forward=hops(found.forward),
-                backward=hops(found.backward),
-                ring=collectives(found.ring),
-                scatter=collectives(found.scatter),
-                swap=scaled(found.swap, "tied_ratio", whole),
+            lone = max(run.trial.host_nics / run.trial.tp, 1.0) if run.crosses else 1.0  # a flow has one NIC
+            return counted(
+                found,
+                hop=value("hop_ratio") * lone,
+                overhead=run.crosses * value("message_seconds"),
+                data=value("data_ratio"),
+                turns=1 + max(run.trial.stage_layers) * value("buckets"),
+                tied=value("tied_ratio") * whole,
             )
 
         return self._once((run.keys[1], self.key, run.trial.element_bytes, max(run.trial.stage_layers)), make)

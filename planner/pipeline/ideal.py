@@ -13,7 +13,7 @@ import numpy as np
 from planner.pipeline import simulator
 from planner.pipeline.repetition import EQUAL
 from planner.pipeline.rows import Row, Table, numbers, runs
-from planner.pipeline.simulator import Arranged, Seconds
+from planner.pipeline.simulator import Arranged, Event, Seconds
 
 Array = np.ndarray
 Inbox = collections.deque[Array]  # arrival times [batch] of a virtual stage's messages
@@ -22,7 +22,8 @@ Inbox = collections.deque[Array]  # arrival times [batch] of a virtual stage's m
 class _StageClocks:
     """Times at which stages are free, [P] arrays [batch], and messages on their way, by receiving virtual stage."""
 
-    def __init__(self, table: Table, seconds: Arranged) -> None:
+    def __init__(self, table: Table, seconds: Arranged, events: list[Event] | None = None) -> None:
+        self.events = events
         self.seconds, self.last = seconds, table.stages * table.chunks - 1
         self.stage_of = table.stage_map.stage_of
         self.now = list(self.seconds.start.copy())
@@ -37,6 +38,9 @@ class _StageClocks:
             if virtual:
                 begin = np.maximum(begin, self.activations[virtual].popleft())
             self.now[stage] = begin + s.forward[virtual] + (s.head if virtual == self.last else 0.0)
+            self._record("F", stage, virtual, begin, begin + s.forward[virtual])
+            if virtual == self.last:
+                self._record("H", stage, virtual, begin + s.forward[virtual], self.now[stage])
             if virtual < self.last:
                 made.append((self.activations[virtual + 1], self._arrival(virtual, virtual + 1, s.activation)))
             else:
@@ -44,17 +48,29 @@ class _StageClocks:
         for stage, virtual in zip(*map(numbers, row.backward)) if row.backward else ():
             begin = np.maximum(self.now[stage], self.gradients[virtual].popleft())
             self.now[stage] = begin + s.backward[virtual]
+            self._record("B", stage, virtual, begin, self.now[stage])
             if virtual:
                 made.append((self.gradients[virtual - 1], self._arrival(virtual, virtual - 1, s.gradient)))
         for stage, virtual in zip(*map(numbers, row.weights)) if row.weights else ():
-            self.now[stage] = self.now[stage] + s.weights[virtual]
+            begin = self.now[stage]
+            self.now[stage] = begin + s.weights[virtual]
+            self._record("W", stage, virtual, begin, self.now[stage])
         for inbox, arrival in made:
             inbox.append(arrival)
 
     def _arrival(self, virtual: int, to: int, seconds: Array) -> Array:
         """Return when a message that leaves now reaches another virtual stage; at a fold that is on the same stage."""
         stage = self.stage_of[virtual]
-        return self.now[stage] + (seconds[stage] if self.stage_of[to] != stage else 0.0)
+        if self.stage_of[to] == stage:
+            return self.now[stage]
+        end = self.now[stage] + seconds[stage]
+        self._record("activation" if to > virtual else "gradient", stage, -1, self.now[stage], end)
+        return end
+
+    def _record(self, what: str, stage: int, virtual: int, begin: Array, end: Array) -> None:
+        """Record an op or a message of the first pipeline, if events are asked for."""
+        if self.events is not None:
+            self.events.append(Event(what, stage, virtual, float(begin[0]), float(end[0])))
 
     def waiting(self) -> list[Array]:
         """Return when each message arrives: what the next rows depend on besides the stages' times."""
@@ -66,6 +82,21 @@ class _StageClocks:
         for inbox in (*self.activations, *self.gradients):
             for i in range(len(inbox)):
                 inbox[i] = inbox[i] + moved
+
+
+def timeline(table: Table, seconds: Seconds) -> list[Event]:
+    """Return all events of one candidate's pipeline.
+
+    Args:
+        table: schedule to replay.
+        seconds: durations of one candidate.
+    """
+    events: list[Event] = []
+    state = _StageClocks(table, simulator.spread(table, seconds), events)
+    for rows, repeats in runs(table, overlap=False):
+        for row in (*rows,) * repeats:
+            state.row(row)
+    return events
 
 
 def pipeline(table: Table, seconds: Seconds, overlap: bool = True) -> Array:

@@ -384,4 +384,6 @@ def lower(problem: Problem, fabric: Fabric, enough: float = math.inf) -> float:
         fabric: links of the cluster.
         enough: seconds; a bound that is not below them need not be the closest one.
     """
-    return _Bound(problem, fabric).lower(enough * (1 + 2 * ROUNDING)) * (1 - ROUNDING)
+    ease = problem.cluster.execution.ease
+    least = fabric if ease == 1.0 else dataclasses.replace(fabric, per_byte=ease * fabric.per_byte)
+    return _Bound(problem, least).lower(enough * (1 + 2 * ROUNDING)) * (1 - ROUNDING)

@@ -10,7 +10,6 @@ import dataclasses
 import numpy as np
 
 from planner.cost.step_time import Problem
-from planner.pipeline import simulator
 from planner.pipeline.rows import runs
 from planner.pipeline.simulator import Seconds
 
@@ -85,7 +84,7 @@ class Surrogate:
         self._functions = np.ascontiguousarray(slopes.T), np.concatenate(self._constants), first
 
     def _replayed(self, seconds: Seconds) -> Array:
-        return simulator.pipeline(self.problem.table, seconds, self.problem.overlap, self.rough)
+        return self.problem.replayed(self.problem.table, seconds, self.rough)
 
     def _columns(self, seconds: Seconds) -> Array:
         """Return the durations that differ, [pipelines, F]."""

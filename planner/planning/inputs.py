@@ -19,11 +19,13 @@ from paxtrain.config.config import check_groups
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
 from planner.cluster import cluster as clusters
-from planner.cluster.cluster import Cluster
+from planner.cluster.cluster import PAXTRAIN, Cluster
 from planner.cost.coded import coded
 from planner.cost.link_seconds import fabric
+from planner.fit.recalibrate import priced
 from planner.placement.climb import racks_of
 from planner.planning.options import PlanOptions
+from planner.runs.trainers import TRAINERS
 from planner.search.search import Search
 
 # Sections of a configuration, nested.
@@ -48,11 +50,15 @@ def search_for(values: Values, cluster: Cluster, options: PlanOptions, global_ba
     model, pipeline, batch, compress = sections(values)
     if global_batch:
         batch = dataclasses.replace(batch, global_batch=global_batch)  # which has bounds
+    cluster = priced(clusters.attained(cluster), options.trainer)
     if options.tensor_hosts > 1:
         cluster = clusters.merged(cluster, options.tensor_hosts)
     codecs = coded(compress, model.tied_head)
     outer = groups(values, cluster, options)
-    choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs, outer, pipeline.scan_layers)
+    reduce_dtype = _reduce_dtype(values)
+    if options.trainer != PAXTRAIN.trainer:
+        reduce_dtype = "float32" if TRAINERS[options.trainer].float32 else model.dtype
+    choices = options.choices(compress.min_ratio, reduce_dtype, codecs, outer, pipeline.scan_layers)
     limits = options.budget(compress.error, pipeline.scan_layers, codecs, outer, compress.min_ratio)
     return Search(cluster, model, batch.global_batch, choices, limits, options.search())
 

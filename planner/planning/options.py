@@ -7,9 +7,11 @@ from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.errors import UserError
 from paxtrain.knobs import check, knob
 from paxtrain.schedule.schedules import FILE, names, spec_of
+from planner.cluster.cluster import PAXTRAIN
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
+from planner.runs.trainers import TRAINERS
 from planner.search.budget import Budget
 from planner.search.search import Options
 from planner.search.space import BACKWARD, TRIED, Choices
@@ -21,6 +23,8 @@ UNEVEN_DATA = SEQUENCE
 ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
 GROUPS = ("configured", "sites")
 ORACLE = ("auto", "yes", "no")
+# What other trainers run: schedules, and the save modes that keep all of a layer or run it again as a whole.
+SCHEDULES, SAVES = ("1f1b", "interleaved_1f1b"), ("residuals", "layer_inputs")
 # Options that are choices of the search as they are.
 _CHOSEN = (DATA, PIPE, TENSOR, "others", "micro_batch", "virtual_stages", "schedules", "saves", "backward_ranks")
 
@@ -30,6 +34,8 @@ class PlanOptions:
     """Options of `planner.plan`; the flags of the mains have the same names.
 
     Attributes:
+        trainer: who runs the plan: "paxtrain", this trainer, or another one of planner/runs/trainers.py, by whose
+            constants it is then priced.
         compress: kinds of messages that may be compressed, since compression changes training: none, "auto"
             ("epilogue" and "data"), or some of "epilogue", "all" (gradients between stages) and "data" (gradients over
             data). What the configuration names a codec for may be compressed in any case.
@@ -68,6 +74,7 @@ class PlanOptions:
         UserError: a value is none of those above.
     """
 
+    trainer: str = knob(PAXTRAIN.trainer, among=(PAXTRAIN.trainer, *filter(None, TRAINERS)))
     compress: tuple[str, ...] = knob(())
     backward_ranks: tuple[int, ...] = knob((16,))
     data_ranks: tuple[int, ...] = knob((128,))
@@ -101,6 +108,8 @@ class PlanOptions:
         for kind in self.compress:
             if kind not in KINDS and self.compress != (AUTO,):
                 raise UserError(f"--compress must be none, auto or some of {', '.join(KINDS)}, got {kind!r}")
+        if self.trainer != PAXTRAIN.trainer:
+            self._check_others()
         if self.probe and self.compress != (AUTO,):
             asked = ",".join(self.compress) or "none"
             raise UserError(f"--probe={self.probe} needs --compress={AUTO}, which it decides, got --compress={asked}")
@@ -121,6 +130,23 @@ class PlanOptions:
                 f"--virtual_stages must be integers from 2 on, got {asked}; to plan without virtual stages leave "
                 "interleaved_1f1b out of --schedules"
             )
+
+    def _check_others(self) -> None:
+        """Require what other trainers do.
+
+        Raises:
+            UserError: an option asks for something that only this trainer does.
+        """
+        alone = {"--compress": self.compress, "--uneven_data=yes": self.uneven_data == "yes"}
+        alone |= {"--groups=sites": self.groups == "sites", "--oracle=yes": self.oracle == "yes"}
+        for flag in (name for name, asked in alone.items() if asked):
+            raise UserError(
+                f"{flag} is for plans of paxtrain, which --trainer={self.trainer} does not run; leave it out"
+            )
+        for name, some, known in (("schedules", self.schedules, SCHEDULES), ("saves", self.saves, SAVES)):
+            if not set(some) & set(known):
+                given, able = ", ".join(some), ", ".join(known)
+                raise UserError(f"--{name} must have some of {able} with --trainer={self.trainer}, got {given}")
 
     def kinds(self, coded: Coded = LOW_RANK) -> tuple[str, ...]:
         """Return the kinds of messages that may be compressed.
@@ -164,16 +190,27 @@ class PlanOptions:
             scan_layers: whether layers run in a loop; see PipelineConfig.
 
         Raises:
-            UserError: data ranks in groups are to have different numbers of micro-batches.
+            UserError: data ranks in groups are to have different numbers of micro-batches, or the trainer does not do
+                what the configuration says.
         """
         if outer.every and self.uneven_data == "yes":
             raise UserError(
                 f"--uneven_data=yes weighs sequences of data ranks that train together, but with "
                 f"outer.every={outer.every} groups train apart; leave one of them out"
             )
-        kinds = self.kinds(coded)
+        kinds, chosen = self.kinds(coded), {name: getattr(self, name) for name in _CHOSEN}
+        uneven_data, own = UNEVEN_DATA[self.uneven_data], self.trainer == PAXTRAIN.trainer
+        if not own:
+            if coded.names or coded.forward_rank or outer.every:
+                asked = "outer.every" if outer.every else "a codec"
+                raise UserError(
+                    f"the configuration has {asked}, which --trainer={self.trainer} does not run; plan without it"
+                )
+            chosen["schedules"] = tuple(name for name in self.schedules if name in SCHEDULES)
+            chosen["saves"] = tuple(name for name in self.saves if name in SAVES)
+            uneven_data = (False,)
         return Choices(
-            **{name: getattr(self, name) for name in _CHOSEN},
+            **chosen,
             zero1=ZERO1[self.zero1],
             sequence_parallel=SEQUENCE[self.sequence_parallel],
             reduce_dtype=reduce_dtype,
@@ -182,7 +219,8 @@ class PlanOptions:
             data_ranks=self.data_ranks if "data" in kinds else (),
             min_ratio=min_ratio,
             coded=coded,
-            uneven_data=UNEVEN_DATA[self.uneven_data],
+            uneven_data=uneven_data,
+            in_flight=own,
             outer=outer,
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from paxtrain.schedule import schedules
 from paxtrain.schedule.table import IDLE
-from planner.pipeline import simulator
+from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
 from planner.report.contents import Report
 from planner.report.svg import GRID, INK, SOFT, Svg, box, duration, ticks, unit
@@ -83,7 +83,7 @@ class Activity:
 # --- What happens -----------------------------------------------------------------------------------------------------
 
 
-def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Bar]:
+def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool, by_row: bool = True) -> list[Bar]:
     """Return the bars of one pipeline: F, B, W, loss, scrap and exposed transfers.
 
     A transfer is exposed while one of its ends computes nothing.
@@ -92,9 +92,10 @@ def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Ba
         table: the schedule.
         seconds: durations of its ops and hops for one data rank.
         overlap: whether transfers run beside compute.
+        by_row: whether stages exchange messages row by row; otherwise ops begin as soon as their messages are there.
     """
-    events = simulator.timeline(table, seconds, overlap)
-    order = _micro_batches(table, overlap)
+    events = simulator.timeline(table, seconds, overlap) if by_row else ideal.timeline(table, seconds)
+    order = _micro_batches(table, overlap and by_row)
     bars: list[Bar] = []
     busy: list[list[tuple[float, float]]] = [[] for _ in range(table.stages)]
     sent: list[list[tuple[float, float]]] = [[] for _ in range(table.stages)]
@@ -166,8 +167,8 @@ def activity(report: Report) -> Activity:
     shorter, left_out = table, 0.0
     if own > few + c.pipe and not schedules.spec_of(table.schedule).size:
         shorter = dataclasses.replace(table, micro_batches=table.first + few + (own - few) % c.pipe)
-        left_out = float(ends[rank].max() - simulator.pipeline(shorter, one, problem.overlap).max())
-    bars = pipeline(shorter, one, problem.overlap)
+        left_out = float(ends[rank].max() - problem.replayed(shorter, one).max())
+    bars = pipeline(shorter, one, problem.overlap, problem.cluster.execution.rows)
     if left_out:
         skipped, half = table.micro_batches - shorter.micro_batches, (shorter.micro_batches - table.first) // 2
         bars = [s._replace(micro_batch=s.micro_batch + skipped * (s.micro_batch >= half)) for s in bars]

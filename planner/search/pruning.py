@@ -71,12 +71,13 @@ def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array
     groups = cluster.devices_per_host // space.seat  # of a host
     size = len(cluster.hosts)
     inside = np.eye(size, dtype=bool)
-    alpha_in, byte_in = cluster.alpha[inside].min(), 1 / cluster.samples[:, inside].max()
+    ease = cluster.execution.ease
+    alpha_in, byte_in = cluster.alpha[inside].min(), ease / cluster.samples[:, inside].max()
     if size == 1:
         alpha_out, byte_out = alpha_in, byte_in
     else:
         apart = between(cluster)
-        alpha_out, byte_out = cluster.alpha[apart].min(), 1 / cluster.samples[:, apart].max()
+        alpha_out, byte_out = cluster.alpha[apart].min(), ease / cluster.samples[:, apart].max()
     crowd = np.maximum(space.seat / cluster.nics, 1.0)
 
     def pick(within: Array, a: float, b: float, share: Array) -> Array:

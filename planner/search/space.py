@@ -68,6 +68,7 @@ class Choices:
         pipe: sizes of the pipe axis to try; empty: all that divide.
         micro_batch: sizes of a micro-batch to try; empty: all that divide.
         schedules: schedules to try.
+        in_flight: whether those between 1f1b and eager_1f1b are tried with 1f1b.
         virtual_stages: chunks to try with interleaved schedules.
         saves: save modes to try.
         scan_layers: PipelineConfig.scan_layers of all candidates.
@@ -88,6 +89,7 @@ class Choices:
     pipe: tuple[int, ...] = ()
     micro_batch: tuple[int, ...] = ()
     schedules: tuple[str, ...] = TRIED
+    in_flight: bool = True
     virtual_stages: tuple[int, ...] = (2, 4)
     saves: tuple[str, ...] = SAVE_MODES
     scan_layers: str = "auto"
@@ -397,19 +399,16 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
         yield from [(name, 1) for name in plain[:1]]
         return
     for name in choices.schedules:
-        for chunks in spec_of(name).chunk_counts(choices.virtual_stages):
-            if pipe * chunks <= model.layers:
-                yield name, chunks
-        if between_ends(0).startswith(name + FAMILY[-1]):
+        chunks = spec_of(name).chunk_counts(choices.virtual_stages)
+        yield from ((name, some) for some in chunks if pipe * some <= model.layers)
+        if choices.in_flight and between_ends(0).startswith(name + FAMILY[-1]):
             tried = pipe - 2 if pipe - 2 <= ALL_BETWEEN else BETWEEN
             for most in np.linspace(pipe, 2 * pipe - 1, tried + 2)[1:-1].round().astype(int).tolist():
                 yield between_ends(most), 1
 
 
 def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tuple[bool, ...]:
-    if tensor == 1 or model.sequence % tensor:
-        return (False,)
-    return choices.sequence_parallel
+    return (False,) if tensor == 1 or model.sequence % tensor else choices.sequence_parallel
 
 
 def _uneven_data(choices: Choices, cluster: Cluster, data: int, m: int, spec: ScheduleSpec) -> tuple[bool, ...]:

@@ -15,7 +15,7 @@ from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from planner.fit.calibrate import fit
 from planner.fit.constants import NAMES
-from planner.fit.recalibrate import recalibrated
+from planner.fit.recalibrate import EXECUTED, fitted_links, priced, profile, recalibrated, run_by
 from planner.fit.trial_steps import TrialSteps, candidate, cluster_of
 from planner.runs.trials import Trial, parse
 from tests.planner.examples import MODEL, cluster
@@ -44,7 +44,7 @@ ROW = {
 }
 
 
-def trial(**changes: int) -> Trial:
+def trial(**changes: int | str) -> Trial:
     return parse({name: str(value) for name, value in {**ROW, **changes}.items()})
 
 
@@ -129,6 +129,40 @@ def test_which_constants_are_meant_is_told(write):
             recalibrated(measured, path, "a")
 
 
+@pytest.mark.parametrize("trainer", ["nanotron", "megatron-lm", "llm-foundry", "maxtext", "torchtitan"])
+@pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2, "dp": 2}, {"pp": 8, "tp": 2, "devices": 16}, {"pp": 1, "dp": 8}])
+def test_a_plan_of_another_trainer_takes_what_a_run_of_it_is_predicted_to(trainer, layout):
+    """A plan is priced by a cluster, a run by a row of constants; the layers' messages, reductions and tables agree."""
+    run = trial(trainer=trainer, sharding="zero1", micro_batch=1, **layout)
+    known = profile(trainer)
+    slots = np.ones((1, 1, 1))
+    [[expected]] = TrialSteps([run]).seconds(np.array([[[known[name] for name in NAMES]]]), slots, slots)
+    found = run_by(fitted_links(cluster_of(run), known), known, trainer)
+    problem = Problem(found, run.model, candidate(run, own=False))
+    hosts = (np.arange(run.dp * run.pp) * run.tp // 8).reshape(run.pp, run.dp).T
+    assert float(problem.step(fabric(found), hosts[None]).total[0]) == pytest.approx(expected, rel=1e-12)
+    plain = Problem(fitted_links(cluster_of(run), known), run.model, candidate(run, own=True))
+    assert float(plain.step(fabric(found), hosts[None]).total[0]) != pytest.approx(expected, rel=1e-3)
+
+
+def test_constants_have_owners(write):
+    """Of a trainer's own runs a plan takes all constants; of others' runs those of devices and links."""
+    own = constants(**dict.fromkeys((*EXECUTED, "stall_seconds"), 0.5)) | {"trainer": "nanotron"}
+    path = write(lab=own)
+    same = priced(recalibrated(cluster(), path, trainer="nanotron"), "nanotron")
+    assert (same.execution.hop_ratio, same.execution.trainer, same.host_seconds) == (0.5, "nanotron", 2e-2)
+    assert (same.shares.matmul, same.shares.backward) == (0.5, 2.2)
+    other = priced(recalibrated(cluster(), path, trainer="megatron-lm"), "megatron-lm")
+    known = profile("megatron-lm")
+    assert (other.shares.matmul, other.shares.backward) == (0.5, known["backward"])
+    assert other.execution.data_ratio == known["data_ratio"] != 0.5
+    assert (other.bandwidth == same.bandwidth).all()
+    here = recalibrated(cluster(), path)
+    assert (here.shares.matmul, here.shares.backward, here.execution.rows) == (0.5, 2.0, True)
+    with pytest.raises(UserError, match="--trainer=nanotron trains on GPUs"):
+        priced(cluster(2, 4, device="cpu", memory=1e9), "nanotron")
+
+
 def test_what_a_fit_writes_is_what_a_plan_uses(tmp_path):
     """A plan with fitted constants takes the seconds that the fit says, on the run's own cluster, model and layout."""
     run = trial(pp=2, tp=2, dp=2, micro_batch=2)
@@ -137,6 +171,7 @@ def test_what_a_fit_writes_is_what_a_plan_uses(tmp_path):
     path.write_text(json.dumps(fitted.describe()))
     found = recalibrated(cluster_of(run), path)
     lab = dict(zip(NAMES, fitted.clusters["lab"]))
+    assert 0 < found.deviations["backward"] < 0.3 and found.deviations.keys() >= {"inter_efficiency", "matmul"}
     assert found.shares.matmul == lab["matmul"] != 1 and found.host_seconds == lab["host_seconds"]
     # This trainer's rows, with the ratios and the layer-cost factor, which plans leave out, at 1, and no more buckets.
     plain = {name: 1.0 for name in NAMES if name.endswith("_ratio")} | {"buckets": 0.0}

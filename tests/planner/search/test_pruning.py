@@ -15,6 +15,8 @@ from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
+from planner.fit.recalibrate import priced
+from planner.placement import bounds as placement_bounds
 from planner.search import layers, pruning
 from planner.search.space import BACKWARD, TRIED, Choices, enumerate_candidates
 from tests.planner.examples import MODEL, cluster, placements
@@ -52,6 +54,26 @@ def some_split(rng: np.random.Generator, count: int, stages: int) -> tuple[int, 
 
 
 GLOO = OverGloo(**{f.name: getattr(HETERO, f.name) for f in dataclasses.fields(Cluster)} | {"fan_out": 2.0})
+
+
+@pytest.mark.parametrize("trainer", ["nanotron", "maxtext"])
+def test_no_step_of_another_trainer_is_below_its_bound(trainer):
+    """Their messages may have fewer bytes than those that are counted."""
+    some = priced(cluster(nics=2), trainer)
+    choices = Choices(schedules=("1f1b", "interleaved_1f1b"), in_flight=False, backward=(), data_ranks=())
+    space = enumerate_candidates(some, MODEL, 32, choices)
+    bounds, rng, fabric = pruning.lower_bound(some, MODEL, space), np.random.default_rng(0), link_seconds.fabric(some)
+    closest = 0.0
+    for i in rng.choice(len(space), 60, replace=False):
+        counts = layers.even(MODEL.layers, int(space.pipe[i] * space.chunks[i]))
+        problem = Problem(some, MODEL, candidate(space, i, counts))
+        c = problem.candidate
+        hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
+        total = problem.step(fabric, hosts).total.min()
+        assert bounds[i] <= total * (1 + 1e-9), c
+        assert placement_bounds.lower(problem, fabric) <= total * (1 + 1e-9), c
+        closest = max(closest, bounds[i] / total)
+    assert closest > 0.7  # it is a bound that says something
 
 
 FAR = cluster(8, 1, seed=None, links={"alpha": 5e-3, "bandwidth": np.full((8, 8), 25e9).tolist()})
