@@ -208,6 +208,7 @@ class Cluster:
             alpha=self.alpha,
             samples=self.samples,
             measured=self.measured,
+            nominal=self.nominal,
             compute=self.compute,
             named=self.named,
             sheets=self.sheets,

@@ -37,6 +37,10 @@ the diagonal for two devices of one host. It is written in one of three ways:
                                        a class each for pairs in a host, between hosts, across racks and between sites;
                                        `from` and `to` are host names, lists of them or "*"
 
+In each form "nominal" lists the classes, "inside" and "between" hosts, whose bandwidths are a data sheet's. Plans take
+the shares of these that links reach (`attained` in cluster.py). Without it, all of the third form are nominal, and none
+of the others.
+
 This module knows the fields of a `Cluster` by their names; `Cluster.load` and `Cluster.save` call it.
 """
 
@@ -55,7 +59,7 @@ from paxtrain.errors import UserError
 from paxtrain.files import find
 from planner.cluster import hostlist
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
-from planner.cluster.link_values import links_of
+from planner.cluster.link_values import links_of, nominal_of
 from planner.cluster.rails import Rails
 from planner.cluster.trunks import Trunks
 from planner.cluster.values import at_least, check_units, integer, number, only, per_host
@@ -88,6 +92,7 @@ class Fields(TypedDict):
     alpha: np.ndarray
     samples: np.ndarray
     measured: np.ndarray | None
+    nominal: tuple[str, ...]
     compute: tuple[dict[str, Any], ...]
     named: bool
     sheets: Mapping[str, DeviceSheet]
@@ -168,6 +173,7 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "alpha": alpha,
         "samples": samples,
         "measured": measured,
+        "nominal": nominal_of(values["links"]),
         "compute": compute,
         "named": not isinstance(values["hosts"], int),
         "sheets": sheets,
@@ -362,6 +368,7 @@ def write(fields: Fields, path: str | pathlib.Path) -> None:
         links: dict[str, object] = {"npz": beside.name}
     else:
         links = {name: array.tolist() for name, array in arrays.items()}
+    links |= {"nominal": list(fields["nominal"])} if fields["nominal"] else {}
     values = {
         "version": VERSION,
         "name": fields["name"],

@@ -10,6 +10,7 @@ from paxtrain.errors import UserError
 from planner.cluster import array_file, hostlist
 from planner.cluster.values import number, only, per_host
 
+NOMINAL = ("inside", "between")  # classes of links
 _LinkIndex = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
 
 
@@ -27,13 +28,13 @@ def links_of(
     if not isinstance(links, dict):
         raise UserError(f"links must be an object, got {links!r}")
     if "npz" in links:
-        only(links, ("npz",))
+        only(links, ("npz", "nominal"))
         given: Mapping[str, object] = array_file.read(folder / str(links["npz"]), len(hosts))
         only(given, ("alpha", "bandwidth", "measured"), "links.npz: ")
     elif "between" in links or "inside" in links:
         return *_classes(links, hosts, sites), None
     else:
-        only(links, ("alpha", "bandwidth", "measured"))
+        only(links, ("alpha", "bandwidth", "measured", "nominal"))
         given = links
     measured = _measured(given["measured"], len(hosts)) if "measured" in given else None
     for name in ("alpha", "bandwidth"):
@@ -44,6 +45,18 @@ def links_of(
     if alpha.ndim == 3:
         raise UserError("links.alpha must be a number or one matrix; only bandwidth may have several samples")
     return np.broadcast_to(alpha, (len(hosts),) * 2), samples.reshape(-1, len(hosts), len(hosts)), measured
+
+
+def nominal_of(links: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the classes of links whose bandwidths are a data sheet's; those that `links_of` has read.
+
+    Args:
+        links: the JSON's value.
+    """
+    value = links.get("nominal", list(NOMINAL) if "between" in links else [])
+    if not isinstance(value, list) or not set(map(str, value)) <= set(NOMINAL):
+        raise UserError(f"links.nominal must be a list of some of {', '.join(NOMINAL)}, got {value!r}")
+    return tuple(name for name in NOMINAL if name in value)
 
 
 def _measured(value: object, hosts: int) -> np.ndarray:
@@ -92,7 +105,7 @@ def _classes(
         hosts: names of the hosts.
         sites: site of each host; empty: there is one.
     """
-    only(links, ("inside", "between", "racks", "across", "sites", "exceptions"))
+    only(links, ("inside", "between", "racks", "across", "sites", "exceptions", "nominal"))
     size, index = len(hosts), {name: i for i, name in enumerate(hosts)}
     alpha, bandwidth = np.empty((size, size)), np.empty((size, size))
 

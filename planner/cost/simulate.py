@@ -7,7 +7,7 @@ import numpy as np
 
 from paxtrain.config import Config
 from paxtrain.config.axes import more_axes
-from planner.cluster.cluster import Cluster
+from planner.cluster.cluster import Cluster, attained
 from planner.cost import compute as costs
 from planner.cost.candidate import NO_GROUPS, Candidate, host_order
 from planner.cost.coded import LOW_RANK, coded
@@ -94,15 +94,14 @@ def simulate(config: Config, cluster: Cluster | str | pathlib.Path, hosts: np.nd
 
     Args:
         config: configuration; its mesh has as many devices as the cluster, or fewer.
-        cluster: cluster, or its file as `Cluster.load` takes it.
+        cluster: cluster, or its file as `Cluster.load` takes it; nominal links count with what they reach.
         hosts: int [data, stages], host of each tensor group; None places them in the order of the devices.
 
     Raises:
         ValueError: the mesh or the placement does not fit the cluster.
         UserError: the cluster's file cannot be read.
     """
-    cluster = Cluster.of(cluster)
-    candidate = candidate_of_config(config)
+    candidate, cluster = candidate_of_config(config), attained(Cluster.of(cluster))
     if candidate.seat > cluster.devices_per_host or cluster.devices_per_host % candidate.seat:
         per_host = cluster.devices_per_host
         raise ValueError(f"mesh.tensor={candidate.tensor} does not divide the {per_host} devices of a host")

@@ -10,6 +10,7 @@ from typing import Any
 from paxtrain.devices import gpus
 from paxtrain.errors import UserError
 from planner.cluster import cluster_file
+from planner.cluster.link_values import NOMINAL
 from planner.cluster.values import check_units
 from planner.given import hardware, host_topology, links, slurm_topology, units
 from planner.given.hardware import Given, Hardware
@@ -36,13 +37,13 @@ def _inside(given: Given, kind: str) -> tuple[Link, TableRows]:
         rate = topology.nvlink_rate(gpu.capability)
         if rate:
             each = units.rate(rate / topology.nvlinks)
-            return Link(None, rate, f"{topology.nvlinks} NVLinks of {each} each way"), []
+            return Link(None, rate, f"{topology.nvlinks} NVLinks of {each} each way", nominal=True), []
     if topology is not None and topology.devices > 1 and not topology.nvlinks and gpu.link > _LIKE_PCIE:
         raise UserError(
             f"{topology.path} has no NVLink between all devices, and nothing says how quick their PCIe is; give the "
             "log of all_reduce_perf on one host with --nccl_tests"
         )
-    return Link(None, gpu.link, f"the data sheet of {kind}"), []
+    return Link(None, gpu.link, f"the data sheet of {kind}", nominal=True), []
 
 
 def _beside_the_sheet(link: Link, kind: str) -> TableRows:
@@ -94,7 +95,7 @@ def _classes(
         classes["between"], more = _between(near or across, inside.alpha, found)
         told += more
     elif found.nics.bandwidth:
-        classes["between"] = Link(None, found.nics.bandwidth, "the NICs' rate")
+        classes["between"] = Link(None, found.nics.bandwidth, "the NICs' rate", nominal=True)
     else:
         raise UserError(
             f"nothing says what the network between the {found.count} hosts does; give a log of nccl-tests over two "
@@ -148,7 +149,7 @@ def join(given: Given, compute: Sequence[dict[str, Any]] = ()) -> tuple[dict[str
         "devices_per_host": found.devices,
         "device": found.kind,
         "nics": found.nics.count,
-        "links": written
+        "links": {**written, "nominal": [name for name in NOMINAL if classes[name].nominal]}
         | ({"racks": list(found.racks)} if found.racks else {})
         | ({"exceptions": exceptions} if exceptions else {}),
     }

@@ -124,11 +124,13 @@ class Link:
         alpha: seconds of a hop; None: not known.
         bandwidth: bytes/s of a flow.
         source: where the figures are from.
+        nominal: the bandwidth is a data sheet's.
     """
 
     alpha: float | None
     bandwidth: float
     source: str
+    nominal: bool = False
 
 
 def _best(logs: Sequence[FittedLog], order: Sequence[str]) -> list[FittedLog]:

@@ -8,11 +8,13 @@ import pytest
 from paxtrain.errors import UserError
 from planner.answers import free_choice, hosts, what_if
 from planner.cluster.variants import alike, resized, with_devices
+from planner.planning.inputs import search_for
 from planner.planning.options import PlanOptions
 from planner.planning.planning import plan_sections
 from planner.report.questions import Scaling, Size
 from tests.planner.examples import cluster, values
 
+LINKS = {"inside": {"alpha": 3e-6, "bandwidth": 3e11}, "between": {"alpha": 1e-5, "bandwidth": 25e9}}
 OPTIONS = PlanOptions(compress=(), oracle="no", nearby=False, top=2, placed=1, schedules=("1f1b",), saves=("dots",))
 
 
@@ -102,6 +104,15 @@ def test_a_change_of_the_network_is_one_of_its_trunks_too():
     assert what_if.changed(some, "trunks x 3").bandwidth.tolist() == some.bandwidth.tolist()
     with pytest.raises(UserError, match="nothing would be left of a trunk"):
         what_if.changed(some, "trunks x 0")
+
+
+def test_a_factor_gives_back_the_nominal_rates_of_the_network():
+    """Plans take 70% of nominal rates between hosts; what is measured stays as it is."""
+    some = cluster(2, 4, seed=None, links=LINKS)
+    rate = lambda one: float(search_for(values(), one, OPTIONS).cluster.bandwidth[0, 1])  # noqa: E731
+    assert rate(some) == pytest.approx(0.7 * 25e9)
+    assert rate(what_if.changed(some, f"network x {1 / 0.7:.6f}")) == pytest.approx(25e9, rel=1e-5)
+    assert rate(cluster(2, 4, seed=None, links=LINKS | {"nominal": []})) == 25e9
 
 
 def test_a_plan_is_kept_only_where_it_fits_into_other_devices():

@@ -57,6 +57,30 @@ def test_three_ways_to_give_the_same_links(tmp_path):
         np.testing.assert_array_equal(other.samples, classes.samples)
 
 
+def test_nominal_rates_are_taken_at_what_links_reach(tmp_path):
+    classes = Cluster.parse(values(links=CLASSES))
+    assert classes.nominal == ("inside", "between") and classes.reached == ()
+    reached, apart = cluster.attained(classes), cluster.between(classes)
+    np.testing.assert_allclose(reached.samples / classes.samples, np.where(apart, 0.70, 0.82)[None])
+    assert (reached.nominal, reached.reached) == ((), classes.nominal)
+    assert cluster.attained(reached) is reached  # once
+    measured = Cluster.parse(values(links=CLASSES | {"nominal": []}))
+    assert cluster.attained(measured) is measured
+    matrices = {"alpha": classes.alpha.tolist(), "bandwidth": classes.samples.tolist()}
+    assert Cluster.parse(values(links=matrices)).nominal == ()
+    Cluster.parse(values(links=matrices | {"nominal": ["between"]})).save(tmp_path / "c.json")
+    again = Cluster.load(tmp_path / "c.json")
+    np.testing.assert_allclose(cluster.attained(again).samples / again.samples, np.where(apart, 0.70, 1.0)[None])
+    for wrong in ("between", ["across"], [["inside"]]):
+        with pytest.raises(UserError, match=r"links\.nominal must be a list of some of inside, between"):
+            Cluster.parse(values(links=CLASSES | {"nominal": wrong}))
+
+
+def test_trunks_are_links_between_hosts():
+    some = Cluster.parse(values(links=CLASSES, trunks=[{"hosts": ["host0"], "bandwidth": 1e9}]))
+    assert cluster.attained(some).trunks.bandwidth.tolist() == [0.7e9]
+
+
 def test_racks_and_stars():
     racks = {"racks": [0, 0, 1], "across": {"alpha": 2e-5, "bandwidth": 1e10}}
     star = {"exceptions": [{"from": "host0", "to": "*", "alpha": 5e-5}]}
@@ -158,6 +182,7 @@ def test_without_some_hosts_nothing_else_changes():
     assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # the other kind has no device left
     links = ("nics", "rails", "fan_out")
     kept = ("name", "source", "devices_per_host", *links, "named", "shares", "parts", "sheets", "host_seconds")
+    kept += ("nominal", "reached", "execution", "deviations")
     assert all(getattr(left, name) == getattr(made, name) for name in kept)
     changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute", "sites", "trunks"}
     assert left.sites == made.sites[1::2] == (1, 1)

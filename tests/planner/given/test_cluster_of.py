@@ -53,6 +53,7 @@ def test_published_logs_and_a_matrix_make_a_cluster(run):
     assert (values["nics"], values["rails"]) == (8, True)
     assert values["links"]["inside"]["bandwidth"] == pytest.approx(474e9, rel=0.01)
     assert values["links"]["between"]["bandwidth"] == pytest.approx(98.2e9 / 8, rel=0.01)
+    assert values["links"]["nominal"] == []
     assert "474 GB/s = 3,795 Gbit/s" in said and "12.3 GB/s = 98.2 Gbit/s" in said
     assert "latency of a hop 4 us (assumed: nothing shows it)" in said
 
@@ -64,6 +65,7 @@ def test_a_topology_alone_makes_a_cluster(run):
     assert values["links"] == {
         "inside": {"alpha": 4e-6, "bandwidth": 450e9},
         "between": {"alpha": 1.2e-5, "bandwidth": 25e9},
+        "nominal": ["inside", "between"],
     }
     assert "the NICs' rate" in said
     _, values = run(topo=TOPO, hosts=4, device="h100", nic_gbit=400)
