@@ -8,6 +8,7 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster, between
+from planner.cost.candidate import Candidate
 from planner.runs.trials import COLUMNS, Trial, parse
 
 _GBIT = 8e-9  # of a byte per second
@@ -34,6 +35,27 @@ def _cells(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int) -> di
         **{"seq": model.sequence, "vocab": model.vocab_size, "recompute": "none"},
         **{"dtype": "bf16" if model.dtype == "bfloat16" else "fp32"},
     }
+
+
+def run_of(cluster: Cluster, model: ModelConfig, trainer: str, plan: Candidate, global_batch: int) -> Trial:
+    """Return a plan on all hosts of a cluster as a row without seconds.
+
+    Args:
+        cluster: the cluster.
+        model: a model of a family that the table knows.
+        trainer: who is to run it, one of planner/runs/trainers.py.
+        plan: the plan.
+        global_batch: sequences of a step.
+    """
+    row = {
+        **_cells(cluster, model, trainer, len(cluster.hosts)),
+        **{"devices": plan.data * plan.pipe * plan.tensor, "tp": plan.tensor, "pp": plan.pipe, "dp": plan.data},
+        **{"global_batch": global_batch, "micro_batch": plan.micro_batch, "schedule": plan.schedule},
+        **{"sharding": "zero1" if plan.zero1 else "none", "sequence_parallel": int(plan.sequence_parallel)},
+        **{"stage_layers": ";".join(map(str, plan.stage_map.by_stage(plan.counts).sum(axis=0).tolist()))},
+        **{"virtual_stages": plan.chunks, "recompute": "none" if plan.save == "residuals" else "full"},
+    }
+    return parse({name: str(row.get(name, "")) for name in COLUMNS})
 
 
 def layouts(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int, global_batch: int) -> list[Trial]:

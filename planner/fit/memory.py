@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import optimize, stats
 
 from planner.cost import compute
 from planner.fit.trial_steps import candidate, sheet
@@ -106,6 +105,8 @@ class MemoryModel:
 
     def fits(self, trials: Sequence[Trial], share: float = USABLE) -> Array:
         """Return the probability that each run's peaks are below a share of its devices' memory, [trials]."""
+        from scipy import stats  # here, since plans, which only read peaks, need none of it
+
         held = np.array([_largest(_held(trial), self.counts) for trial in trials]).reshape(-1, len(COUNTS))
         room = share * np.array([capacity(trial) for trial in trials])
         return stats.norm.cdf(np.log(room / (held[:, :-1] @ self.counts[:-1])) / self.noise)
@@ -141,6 +142,8 @@ def fit(trials: Sequence[Trial]) -> MemoryModel:
     Args:
         trials: runs; those without a peak are not read.
     """
+    from scipy import optimize
+
     some = [trial for trial in trials if trial.memory]
     if not some:
         return TYPICAL

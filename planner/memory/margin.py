@@ -6,6 +6,7 @@ probability 1 / (n + 1) (split conformal prediction; Vovk et al. 2005). A learne
 tried: with errors measured on labels that it had not seen, the best correction was none.
 """
 
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,22 @@ def margin(model: ModelConfig, pipe: Any) -> Any:
     """Return the logarithm of a model's margin for sizes of the pipe axis."""
     several, alone = _margins(model)
     return np.where(np.asarray(pipe) == 1, alone.log, several.log)
+
+
+def chance(model: ModelConfig, pipe: int, room: float) -> float:
+    """Return the probability that a program of a model fits, by the errors of the closed form on the labels.
+
+    Their logarithms count as normal, with the largest of n at its quantile n / (n + 1).
+
+    Args:
+        model: the model.
+        pipe: size of the pipe axis.
+        room: logarithm of the limit over the closed form's bytes, without a margin.
+    """
+    several, alone = _margins(model)
+    known = alone if pipe == 1 else several
+    normal = NormalDist()
+    return normal.cdf(room / (known.log / normal.inv_cdf(known.labels / (known.labels + 1))))
 
 
 def origin(model: ModelConfig) -> str:

@@ -3,6 +3,7 @@
 planning.py       plan(): search, check of memory, report
 inputs.py         the configuration's sections that are read, and the search that they ask for
 options.py        PlanOptions, and their checks
+settings.py intervals.py    plans priced under many settings of the constants; how sure predicted steps are
 offers.py         gains of compression that was not asked for
 loss_budget.py    codecs within a budget of loss, by a probe of the model
 kept.py           what a search has found, kept on disk

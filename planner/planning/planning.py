@@ -13,16 +13,18 @@ from paxtrain.config import CompressConfig, Config, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
-from planner.cluster.cluster import Cluster
+from planner.cluster.cluster import PAXTRAIN, Cluster
 from planner.cost import compute
 from planner.cost.candidate import Candidate, host_order
 from planner.cost.simulate import ideal_step
 from planner.cost.step_time import Problem
 from planner.cost.terms import terms
+from planner.fit.recalibrate import profile_source
 from planner.memory import closed_form
 from planner.placement.gain import gain
 from planner.planning import kept, loss_budget, to_plan
 from planner.planning.inputs import Values, search_for, sections
+from planner.planning.intervals import believe, by_expected
 from planner.planning.offers import offers
 from planner.planning.options import PlanOptions
 from planner.report import answers, contents, groups, losses, page, text
@@ -197,10 +199,11 @@ def plan_sections(
     search, compress = search_for(values, cluster, options, global_batch), sections(values)[-1]
     if not budgeted:
         require_compression(search.space, search.model, options.asked(search.choices))
-    compiles = _compiles(options.oracle, cluster)
+    own = options.trainer == PAXTRAIN.trainer
+    compiles = _compiles(options.oracle if own else "no", cluster)
     planning = _Planning(search, compress, values, search.global_batch, say)
     search.require_one()
-    offered = None if budgeted or options.kinds(search.coded) else options.data_ranks
+    offered = None if budgeted or options.kinds(search.coded) or not own else options.data_ranks
     asked = [options.nearby, offered]
     known = kept.recall(search, asked)
     if known is None:
@@ -208,7 +211,8 @@ def plan_sections(
     else:
         say("pricing the plans that were found before")
     searched = known.outcome if known else search.run(progress=say)
-    outcome, chosen = searched, searched.ranked[0]
+    outcome = searched if own else dataclasses.replace(searched, ranked=by_expected(search, searched.ranked))
+    chosen = outcome.ranked[0]
     rows: tuple[contents.OracleRow, ...] = ()
     if compiles:
         chosen, rows = planning.recheck(outcome)
@@ -222,7 +226,8 @@ def plan_sections(
         known = kept.Findings(searched, chosen.index, near, more, comparisons, planning.noise(chosen))
         kept.keep(search, asked, known)
     made = planning.report(outcome, known, chosen, rows, explained)
-    made = dataclasses.replace(made, budgeted=budgeted)
+    sure = believe(search, outcome.ranked, (chosen,) if rows else ()).outlooks(outcome.ranked.index(chosen))
+    made = dataclasses.replace(made, budgeted=budgeted, outlooks=sure)
     return Plans(
         plan=planning.plan(chosen, {**figures(made), **(predicted or {})}),
         ranked=tuple(map(_ranked, outcome.ranked)),
@@ -379,8 +384,9 @@ class _Planning:
         measured = f"{len(cluster.samples)} sample(s), quantile {search.options.quantile:g}"
         return {
             "step times": "event simulation of the schedule's table",
+            **({"trainer": profile_source(by)} if (by := cluster.execution.trainer) != PAXTRAIN.trainer else {}),
             "compute": compute.source(cluster) + compute.unread(search.model),
-            "links": f"{cluster.source or 'the cluster file'}; {measured}",
+            "links": f"{cluster.source or 'the cluster file'}; {measured}{text.reached_words(cluster)}",
             "memory of the ranked plans": search.budget.source(search.cluster, search.model),
             "memory of the chosen plan": rows[-1].source
             if rows
@@ -414,10 +420,24 @@ def figures_of(made: contents.Report, found: Found, global_batch: int) -> dict[s
         "step_seconds": found.seconds,
         "tokens_per_second": global_batch * made.model.sequence / found.seconds,
         "memory_bytes": found.memory,
+        **outlook_figures(made, found),
         "placement_bound_seconds": found.placement.bound,
         "host_order_seconds": found.plain,
         "placed": found.placement.source,
         "hosts": found.placement.hosts.tolist(),
+    }
+
+
+def outlook_figures(made: contents.Report, found: Found) -> dict[str, object]:
+    """Return how sure a ranked plan's prediction is, as JSON values; nothing of other plans."""
+    if found not in made.outcome.ranked or not (sure := made.outlook(found)):
+        return {}
+    return {
+        "step_seconds_low": sure.low,
+        "step_seconds_high": sure.high,
+        "expected_seconds": sure.expected,
+        "stalls": sure.stalls,
+        "fits": sure.fits,
     }
 
 
@@ -435,6 +455,8 @@ def figures(made: contents.Report) -> dict[str, object]:
 
     return {
         "step_seconds": chosen.seconds,
+        **outlook_figures(made, chosen),
+        "trainer": made.cluster.execution.trainer,
         "step_seconds_source": f"{made.sources['step times']}; compute: {made.sources['compute']}",
         "ideal_step_seconds": dict([ideal_step(made.problem, made.fabric, chosen.placement.hosts)]),
         "lower_bound_seconds": chosen.placement.bound,

@@ -32,6 +32,26 @@ class Noise(NamedTuple):
     words: str
 
 
+class Outlook(NamedTuple):
+    """How sure a ranked plan's prediction is.
+
+    Attributes:
+        low: seconds of a step that it stays above with 90%.
+        high: seconds that it stays below with 90%.
+        expected: seconds in the mean over runs that stall and others.
+        stalls: probability that a run stalls.
+        fits: probability that it fits into memory.
+        slower: probability that the chosen plan is quicker; 0 for the chosen one.
+    """
+
+    low: float
+    high: float
+    expected: float
+    stalls: float
+    fits: float
+    slower: float
+
+
 class OracleRow(NamedTuple):
     """One plan that was compiled to check its memory.
 
@@ -87,6 +107,7 @@ class Report:
         free_choice: the plan of a free choice; None: it was not asked for.
         scaling: what more hosts bring; None: it was not asked for.
         what_ifs: plans for a cluster that is changed.
+        outlooks: how sure the prediction of each ranked plan is; (): not told.
     """
 
     cluster: Cluster
@@ -111,6 +132,7 @@ class Report:
     free_choice: FreeChoice | None = None
     scaling: Scaling | None = None
     what_ifs: tuple[WhatIf, ...] = ()
+    outlooks: tuple[Outlook, ...] = ()
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -125,6 +147,10 @@ class Report:
     def tokens_per_second(self, seconds: float) -> float:
         """Return the tokens/s of the whole cluster for steps of `seconds`."""
         return self.global_batch * self.model.sequence / seconds
+
+    def outlook(self, found: Found) -> Outlook | None:
+        """Return how sure a ranked plan's prediction is; None: that is not told."""
+        return self.outlooks[self.outcome.ranked.index(found)] if self.outlooks else None
 
     @property
     def mfu(self) -> float | None:

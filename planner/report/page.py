@@ -14,6 +14,7 @@ from planner.report.svg import duration
 from planner.report.text import (
     HEADS,
     WORDS,
+    assumed_words,
     compression_words,
     count,
     hosts,
@@ -29,6 +30,7 @@ from planner.report.text import (
     share,
     stage_layers,
     statistics,
+    sure_words,
     table,
     terms,
     tokens,
@@ -137,7 +139,7 @@ def _scrolled(drawing: str) -> str:
 def _head(report: Report) -> str:
     c, found = report.chosen.candidate, report.chosen
     tiles = [
-        (duration(found.seconds), "predicted step time"),
+        (duration(found.seconds), "predicted step time" + _within(report)),
         (tokens(report.tokens_per_second(found.seconds)), "tokens/s"),
         (share(report.mfu) if report.mfu is not None else "", "model FLOPs utilization (MFU)"),
         (f"{found.memory / 1e9:.3g} GB", f"per device, of {report.limit / 1e9:.3g} GB; {report.memory_source}"),
@@ -155,6 +157,11 @@ def _head(report: Report) -> str:
         f"{schedule(c)} schedule, save={c.save}; {compression_words(c)}."
     )
     return f'<p class="what"><b>{html.escape(words)}</b></p><div class="tiles">{drawn}</div>'
+
+
+def _within(report: Report) -> str:
+    sure = report.outlook(report.chosen)
+    return f"; {duration(sure.low)} to {duration(sure.high)} with 80%" if sure else ""
 
 
 def _gains_words(report: Report) -> str:
@@ -175,8 +182,8 @@ def _sentences(words: list[str]) -> str:
 
 
 def _search_words(report: Report) -> str:
-    ranking = ranking_words(report)
-    return f"{statistics(report)}." + (f" {ranking[0].upper()}{ranking[1:]}." if ranking else "")
+    said = [statistics(report), *filter(None, (ranking_words(report), sure_words(report))), assumed_words(report)]
+    return " ".join(f"{words[0].upper()}{words[1:]}." for words in said)
 
 
 def _cells(cells: list[str], tag: str, words: tuple[int, ...]) -> str:

@@ -8,6 +8,7 @@ from paxtrain.config.axes import AXES
 from paxtrain.config.options import OTHERS, PLACES
 from paxtrain.model import parameters
 from paxtrain.tables import times
+from planner.cluster.cluster import ATTAINED, Cluster
 from planner.cost.candidate import Candidate
 from planner.report import groups, losses, traffic
 from planner.report.contents import Report, gap, quicker, slower
@@ -158,7 +159,7 @@ HEADS = (
     "layers",
     "compress",
     "step s",
-    "tok/s",
+    "80%",
     "GB",
     "gap %",
     "placed",
@@ -170,7 +171,7 @@ def table(report: Report) -> list[list[str]]:
     """Return a row of cells for each ranked plan, with the columns of HEADS."""
     rows = []
     for n, found in enumerate(report.outcome.ranked, 1):
-        c = found.candidate
+        c, sure = found.candidate, report.outlook(found)
         rows.append(
             [
                 f"{n}{'*' if found is report.chosen else ' '}",
@@ -182,7 +183,7 @@ def table(report: Report) -> list[list[str]]:
                 stage_layers(c.counts, 12),
                 compression(c),
                 step(report, found),
-                tokens(report.tokens_per_second(found.seconds)),
+                f"±{100 * max(sure.high / found.seconds - 1, 1 - sure.low / found.seconds):.0f}%" if sure else "",
                 f"{found.memory / 1e9:.3g}",
                 f"{100 * gap(report, found):.1f}",
                 found.placement.source,
@@ -200,6 +201,8 @@ def step(report: Report, found: Found) -> str:
 def ranking_words(report: Report) -> str:
     """Return why a plan stands above a quicker one, if one does; else what the handicap is, if any plan has it."""
     ranked, gain = report.outcome.ranked, report.gain
+    if words := _stalling_words(report):
+        return words
     why = f"compression changes what is trained, so each kind of it must gain {100 * gain:.3g}% of the step (--gain)"
     for above, found in enumerate(ranked):
         below = [n for n, other in enumerate(ranked) if n > above and other.seconds < found.seconds * (1 - 1e-9)]
@@ -214,6 +217,48 @@ def ranking_words(report: Report) -> str:
     return ""
 
 
+def _stalling_words(report: Report) -> str:
+    """Return why a plan stands above a quicker one whose runs stall more often; "" if none does."""
+    ranked = [(n, found, report.outlook(found)) for n, found in enumerate(report.outcome.ranked, 1)]
+    for (n, above, one), (m, below, other) in itertools.combinations(ranked, 2):
+        if one and other and below.seconds < above.seconds and other.expected > one.expected:
+            words = f"plan {n} ({above.seconds:.4g} s) stands above plan {m} ({below.seconds:.4g} s), since runs of"
+            expected = f"expected are {one.expected:.4g} s and {other.expected:.4g} s"
+            return f"{words} {report.cluster.execution.trainer} stall: {expected}"
+    return ""
+
+
+def sure_words(report: Report) -> str:
+    """Return with which probability the chosen plan is quicker than the next ones; "" if that is not known."""
+    others = report.outcome.ranked
+    each = [(n, report.outlook(found)) for n, found in enumerate(others, 1) if found is not report.chosen]
+    some = [(n, sure.slower) for n, sure in each if sure]
+    if not some:
+        return ""
+    told = [f"plan {n} with {_chance(x)}" for n, x in some[:_TOLD]]
+    return f"the chosen plan is quicker than {', '.join(told)}"
+
+
+def _chance(probability: float) -> str:
+    """Return a probability in words: "62%", "more than 99.9%"."""
+    return f"{100 * probability:.{0 if probability < 0.995 else 1}f}%" if probability <= 0.999 else "more than 99.9%"
+
+
+def assumed_words(report: Report) -> str:
+    """Return what the times assume: whose constants they are, and the rates of links."""
+    words = f"times assume {report.cluster.execution.trainer}'s constants"
+    words += f" ({report.sources['trainer']})" if "trainer" in report.sources else ""
+    return words + reached_words(report.cluster)
+
+
+def reached_words(cluster: Cluster) -> str:
+    """Return the share of their nominal rates that links count with, in words; "" if their rates were measured."""
+    shares = " and ".join(f"{ATTAINED[name]:.0%} {_CLASSES[name]}" for name in cluster.reached)
+    return f"; links reach {shares} of their nominal rates, as in published runs" if shares else ""
+
+
+_TOLD = 3  # plans beside which the chosen one is told
+_CLASSES = {"inside": "inside hosts", "between": "between hosts"}
 _PLACED = {
     "host order": "in the order of the hosts",
     "layout": "devices in order, neighbors in a pipeline or in a data rank side by side",
@@ -232,6 +277,11 @@ def terms(report: Report) -> list[str]:
     if report.oracle:
         memory = f"of the plans that were compiled by the compiler, of the others {memory}"
     return [
+        *(
+            ["80%: how much longer or shorter the step is, at most, with a probability of 80%"]
+            if report.outlooks
+            else []
+        ),
         "gap %: how much longer the step is than a bound below which no plan can be; the best is somewhere between",
         f"GB: memory of a device, {memory}",
         *(["compress @2/7: on 2 of the 7 links between stages, since it gains nothing on the others"] if some else []),
@@ -253,7 +303,9 @@ def aligned(rows: list[list[str]], words: Sequence[int] = WORDS) -> list[str]:
 def headline(report: Report) -> str:
     """Return the chosen plan and its prediction in one sentence."""
     c, found = report.chosen.candidate, report.chosen
-    speed = f"{duration(found.seconds)} a step, {tokens(report.tokens_per_second(found.seconds))} tokens/s"
+    sure = report.outlook(found)
+    within = f" ({duration(sure.low)} to {duration(sure.high)} with 80%)" if sure else ""
+    speed = f"{duration(found.seconds)} a step{within}, {tokens(report.tokens_per_second(found.seconds))} tokens/s"
     used = "" if report.mfu is None else f", {share(report.mfu)} MFU"
     by_rank = f", data ranks of {micro_batches(c)} micro-batches" if c.data_micro_batches else ""
     return f"{mesh(c)} ({' x '.join(AXES)}), {schedule(c)}, micro-batch {c.micro_batch}{by_rank}: {speed}{used}"
@@ -277,7 +329,9 @@ def noise_words(report: Report) -> str:
 def memory_words(report: Report) -> str:
     """Return the chosen plan's memory, its limit, and the origin of the figure."""
     used, limit = report.chosen.memory, report.limit
-    return f"{used / 1e9:.3g} of {limit / 1e9:.3g} GB per device ({share(used / limit)}; {report.memory_source})"
+    words = f"{used / 1e9:.3g} of {limit / 1e9:.3g} GB per device ({share(used / limit)}; {report.memory_source})"
+    sure = report.outlook(report.chosen)
+    return words + (f", fits with {_chance(sure.fits)}" if sure else "")
 
 
 def oracle_words(report: Report) -> str:
@@ -360,6 +414,8 @@ def text(report: Report) -> str:
         *(line for words in terms(report) for line in labelled("where", words)),
         "",
         *labelled("chosen", headline(report)),
+        *(labelled("sure", sure_words(report)) if sure_words(report) else ()),
+        *labelled("assumes", assumed_words(report)),
         *labelled("others", "step time relative to chosen: " + ", ".join(gains(report))) * bool(report.comparisons),
         *(line for words in lossy_words(report) for line in labelled("lossy", words)),
         *(labelled("groups", groups.words(report)) if groups.words(report) else ()),

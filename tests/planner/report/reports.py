@@ -140,6 +140,12 @@ def asked_for_nothing() -> contents.Report:
         ),
         free_choice=FreeChoice(PLANS[0], plan(0.4, save="residuals")),
         scaling=Scaling(tuple(sizes), ((3, "a global batch of 64 cannot be split over 12 devices"),), 2e9, price=3.0),
+        outlooks=(
+            contents.Outlook(0.45, 0.56, 0.5, 0.0, 0.9996, 0.0),
+            contents.Outlook(0.5, 0.75, 0.62, 0.02, 0.51, 0.875),
+            contents.Outlook(0.7, 0.9, 0.8, 0.0, 1.0, 0.9995),
+            contents.Outlook(0.6, 2.5, 0.55, 0.0, 1.0, 0.9),
+        ),
         what_ifs=(WhatIf("network x 8", plan(0.25), 0.475), WhatIf("one host less (host3)", plan(1.5, data=3), None)),
     )
 

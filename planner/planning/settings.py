@@ -1,0 +1,147 @@
+"""A plan's seconds under many settings of the constants that it is priced with, all in one batch.
+
+A setting has a factor for each constant that differs from the cluster's own. The names are those of
+planner/fit/constants.py; efficiencies and latencies are factors on the cluster's links, and `compute` is one on all
+times of a compute profile.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import ModelConfig
+from planner.cluster.cluster import PAXTRAIN, Cluster, Shares, TrainerExecution, between, with_crossing
+from planner.cost import compute as costs
+from planner.cost.candidate import Candidate
+from planner.cost.compute import LayerCosts
+from planner.cost.link_seconds import Paths, fabric
+from planner.cost.step_time import Problem, counted, steps
+from planner.fit.recalibrate import EXECUTED, SHARES
+
+Array = np.ndarray
+Setting = Mapping[str, float]
+
+LINKS = ("intra_latency", "intra_efficiency", "inter_latency", "inter_efficiency")
+COMPUTE = "compute"
+
+
+def with_setting(cluster: Cluster, setting: Setting) -> Cluster:
+    """Return the cluster with a setting, except for the factor on a compute profile.
+
+    Args:
+        cluster: cluster whose constants the factors are on.
+        setting: factors by name.
+    """
+
+    def moved(names: Sequence[str], what: Shares | TrainerExecution) -> dict[str, Any]:
+        return {name: setting[name] * getattr(what, name) for name in names if name in setting}
+
+    found = dataclasses.replace(
+        cluster,
+        shares=dataclasses.replace(cluster.shares, **moved(SHARES, cluster.shares)),
+        execution=dataclasses.replace(cluster.execution, **moved(EXECUTED, cluster.execution)),
+        host_seconds=cluster.host_seconds * setting.get("host_seconds", 1.0),
+    )
+    return _with_links(found, setting) if any(name in setting for name in LINKS) else found
+
+
+def _with_links(cluster: Cluster, setting: Setting) -> Cluster:
+    """Return the cluster with factors on its links."""
+    apart, (inner_wait, inner, outer_wait, outer) = between(cluster), (setting.get(name, 1.0) for name in LINKS)
+    trunks = cluster.trunks
+    return dataclasses.replace(
+        cluster,
+        alpha=cluster.alpha * np.where(apart, outer_wait, inner_wait),
+        samples=cluster.samples * np.where(apart, outer, inner),
+        trunks=trunks and dataclasses.replace(trunks, bandwidth=trunks.bandwidth * outer),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PricedPlan:
+    """A plan whose seconds are asked for under several settings.
+
+    Attributes:
+        candidate: what it does.
+        hosts: int [D, P], host of each tensor group.
+    """
+
+    candidate: Candidate
+    hosts: Array
+
+
+class PlanSettings:
+    """PlanSettings of one cluster's constants, under which plans for one model are priced."""
+
+    def __init__(self, cluster: Cluster, model: ModelConfig, quantile: float, settings: Sequence[Setting]) -> None:
+        """Prepare what plans have in common.
+
+        Args:
+            cluster: the cluster.
+            model: model to train.
+            quantile: quantile of the link samples.
+            settings: the settings.
+        """
+        self.model, self.settings = model, settings
+        self.clusters = [with_setting(cluster, setting) for setting in settings]
+        by = cluster.execution
+        # What a batch has values of is added to it, not to the cluster.
+        neutral = TrainerExecution(by.trainer, by.rows, by.overlaps)
+        self.cluster = dataclasses.replace(cluster, execution=neutral, host_seconds=0.0)
+        links = [tuple(setting.get(name, 1.0) for name in LINKS) for setting in settings]
+        self.links = list(dict.fromkeys(links))
+        self.link_of = np.array([self.links.index(one) for one in links])
+        self.fabrics = [fabric(self.clusters[links.index(one)], quantile) for one in self.links]
+
+    def _layer(self, problem: Problem) -> list[LayerCosts]:
+        """Return a layer's costs on each kind of device, in each setting in turn."""
+        c, found = problem.candidate, []
+        how = (c.layer_sizes, c.micro_batch, c.save, c.sequence_parallel)
+        for cluster, setting in zip(self.clusters, self.settings):
+            priced = with_crossing(cluster, c.tensor) if problem.crosses else cluster
+            for kind in sorted(set(cluster.kinds)):
+                one = costs.layer(priced, kind, self.model, *how)
+                if COMPUTE in setting:
+                    values = dataclasses.asdict(one)
+                    one = LayerCosts(**{name: setting[COMPUTE] * value for name, value in values.items()})
+                found.append(one)
+        return found
+
+    def _paths(self, problem: Problem, hosts: Array) -> Paths:
+        """Return the paths of a placement in each setting."""
+        some = [problem.paths(one, hosts[None]) for one in self.fabrics]
+        where = some[0]
+        for more in some[1:]:
+            where = where.join(more)
+        where = where.take(self.link_of)
+        if all(cluster.execution == PAXTRAIN for cluster in self.clusters):
+            return where  # which may have more than `counted` keeps
+
+        def values(name: str) -> Array:
+            return np.array([getattr(cluster.execution, name) for cluster in self.clusters])
+
+        c = problem.candidate
+        layers = int(c.stage_map.by_stage(c.counts).sum(axis=0).max())
+        return counted(
+            where,
+            hop=values("hop_ratio"),
+            overhead=problem.crosses * values("message_seconds"),
+            data=values("data_ratio"),
+            turns=1 + layers * values("buckets"),
+            tied=values("tied_ratio") * problem.whole_tables(self.clusters[0].execution),
+        )
+
+    def seconds(self, plans: Sequence[PricedPlan]) -> Array:
+        """Return the seconds of a step [settings, plans]."""
+        problems, placements = [], []
+        for plan in plans:
+            plain = Problem(self.cluster, self.model, plan.candidate)
+            problem = Problem(self.cluster, self.model, plan.candidate, layer=self._layer(plain))
+            kinds, count = problem.kind_of_host[plan.hosts], len(set(self.cluster.kinds))
+            on = kinds + count * np.arange(len(self.settings))[:, None, None]
+            problems.append(problem)
+            placements.append((self._paths(problem, plan.hosts), on))
+        found = np.stack([step.total for step in steps(problems, placements)], axis=1)
+        return found + np.array([cluster.host_seconds for cluster in self.clusters])[:, None]
