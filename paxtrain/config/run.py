@@ -4,6 +4,8 @@ import dataclasses
 
 from paxtrain.config.checks import Checked, bounded, each, multiples_near, positive, require
 
+LOGGERS = ("tensorboard", "wandb")
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig(Checked):
@@ -51,6 +53,8 @@ class RunConfig(Checked):
         eval_every: steps between validations; 0: only before the first step and after the last.
         eval_batches: global batches per validation, the same ones each time.
         log_every: steps between records of metrics; a step whose gradients are not finite is always recorded.
+        loggers: what gets the metrics besides metrics.jsonl, joined by commas: tensorboard, and wandb, which takes its
+            project, name and mode from the environment (WANDB_PROJECT); "": nothing.
         log_samples: whether each step prints where its samples lie in the data: PLACE, which begins at token PLACE *
             sequence of the file, or SET:PLACE.
         stragglers: whether to look for the host, device or link that makes steps slower, when they become so.
@@ -65,6 +69,7 @@ class RunConfig(Checked):
     eval_every: int = 100
     eval_batches: int = 8
     log_every: int = 1
+    loggers: str = "tensorboard"
     log_samples: bool = False
     stragglers: bool = True
     sample_tokens: int = 200
@@ -78,4 +83,13 @@ class RunConfig(Checked):
             require(value >= 0, f"run.{name} must not be negative, got {value}")
         peak = self.peak_flops
         require(not 0 < peak < 1e9, f"run.peak_flops={peak:g} is in FLOP/s; {peak:g} TFLOP/s would be {peak * 1e12:g}")
+        unknown = [name for name in self.named_loggers if name not in LOGGERS]
+        require(
+            not unknown, f"run.loggers={self.loggers} must be some of {', '.join(LOGGERS)}, got {', '.join(unknown)}"
+        )
         require(bool(self.out), "run.out must name a directory, got an empty string")
+
+    @property
+    def named_loggers(self) -> tuple[str, ...]:
+        """Names of the loggers, each once."""
+        return tuple(dict.fromkeys(self.loggers.split(","))) if self.loggers else ()

@@ -1,11 +1,13 @@
-"""The metrics of a run: metrics.jsonl, TensorBoard, a progress line, and model FLOPs utilisation."""
+"""The metrics of a run: metrics.jsonl, TensorBoard, wandb, a progress line, and model FLOPs utilisation."""
 
 import json
 import math
 import pathlib
+import secrets
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any, Self, TextIO
 
 from absl import logging
@@ -13,11 +15,11 @@ from tqdm import tqdm
 
 from paxtrain import files
 from paxtrain.config import ModelConfig
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, library
 from paxtrain.model import parameters
 
 MetricsLine = dict[str, Any]  # a line of the metrics: its "step", and scalars by name
-FILE, SET_ASIDE = "metrics.jsonl", "metrics_set_aside.jsonl"
+FILE, SET_ASIDE, WANDB_ID = "metrics.jsonl", "metrics_set_aside.jsonl", "wandb_id"
 VALIDATION = "validation_loss"
 _HUGE = 1e300  # above all scalars; some integers in JSON are too large for a float
 
@@ -99,14 +101,79 @@ def validation_losses(records: list[MetricsLine], step: int) -> dict[str, float]
     return {n: r[n] for r in there for n in validation_names([r]) if r[n] is not None}
 
 
+class _TensorBoard:
+    """The writer of files for TensorBoard."""
+
+    def __init__(self, out: pathlib.Path, last: int, config: Mapping[str, Any]) -> None:
+        from tensorboardX import SummaryWriter  # the import takes a quarter of a second, and only the primary needs it
+
+        self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=last + 1)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """The writer of a run of Weights & Biases, which goes on when the run does."""
+
+    def __init__(self, out: pathlib.Path, last: int, config: Mapping[str, Any]) -> None:
+        wandb, known = _wandb(), out / WANDB_ID
+        if last < 0 or not known.exists():
+            files.write(known, secrets.token_hex(8))
+        try:
+            self._run = wandb.init(dir=str(out), id=known.read_text(), resume="allow", config=dict(config))
+        except wandb.Error as error:
+            raise UserError(f"run.loggers=wandb cannot begin ({error}); WANDB_MODE=offline needs no server") from error
+        # Its own count of steps cannot go back, as a run does that repeats steps after its last checkpoint.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **scalars})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def _wandb() -> ModuleType:
+    return library("wandb", "run.loggers has wandb")
+
+
+def check_loggers(loggers: Iterable[str]) -> None:
+    """Check that loggers can begin, and let wandb ask for its key on a terminal.
+
+    Raises:
+        UserError: wandb is named, and is not installed or knows no key.
+    """
+    if "wandb" not in loggers:
+        return
+    wandb = _wandb()
+    try:
+        if wandb.setup().settings.mode == "online":
+            wandb.login()
+    except wandb.Error as error:
+        raise UserError(
+            f"run.loggers has wandb, which knows no key ({error}); run `wandb login`, or set WANDB_MODE=offline"
+        ) from error
+
+
 class Metrics:
-    """The writer of scalars by step to out/metrics.jsonl and, for TensorBoard, to out/tensorboard.
+    """The writer of scalars by step to out/metrics.jsonl and to loggers, such as TensorBoard in out/tensorboard.
 
     It is a context manager.
     """
 
     def __init__(
-        self, out: str | pathlib.Path, primary: bool, resumed: int | None = None, set_aside: bool = False
+        self,
+        out: str | pathlib.Path,
+        primary: bool,
+        resumed: int | None = None,
+        set_aside: bool = False,
+        loggers: Iterable[str] = ("tensorboard",),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the files, and drop the lines of steps that this run repeats.
 
@@ -115,6 +182,11 @@ class Metrics:
             primary: Whether this process writes; on other processes every method does nothing.
             resumed: Step of the checkpoint from which the run continues; None: it starts at step 0.
             set_aside: Whether these lines are of another run's future, and so are appended to metrics_set_aside.jsonl.
+            loggers: Names of the loggers, as run.loggers has them.
+            config: Configuration of the run, which loggers show; None: none.
+
+        Raises:
+            UserError: A logger cannot begin.
         """
         self._file: TextIO | None = None
         if not primary:
@@ -130,9 +202,8 @@ class Metrics:
             logging.warning("metrics after step %d are not of this run's past: moved to %s", max(last, 0), aside)
         files.write(path, kept)
         self._file = path.open("a", buffering=1)
-        from tensorboardX import SummaryWriter  # the import takes a quarter of a second, and only the primary needs it
-
-        self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=last + 1)
+        kinds = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+        self._loggers = [kinds[name](path.parent, last, config or {}) for name in loggers]
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append one line, {"step": step, **values}.
@@ -146,22 +217,27 @@ class Metrics:
             return
         plain = {name: _plain(value) for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
-        for name, value in plain.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(name, value, step)
+        scalars = {name: value for name, value in plain.items() if isinstance(value, int | float)}
+        for logger in self._loggers:
+            logger.write(step, scalars)
 
-    def close(self) -> None:
-        """Flush and close the files."""
+    def close(self, failed: bool = False) -> None:
+        """Flush and close the files.
+
+        Args:
+            failed: Whether an error has ended the run, which wandb shows.
+        """
         if self._file is not None:
             self._file.close()
-            self._board.close()
+            for logger in self._loggers:
+                logger.close(failed)
             self._file = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
 
 class ProgressLine:

@@ -95,6 +95,8 @@ class PreparedRun:
         if isinstance(self.trainer, GroupedTrainer):
             self.trainer.exchange.check()
         self._check_tokenizer()
+        if self.primary:
+            metrics.check_loggers(config.run.named_loggers)
         checkpoint.ensure_writable(self.out)
         self._ranks: StageRanks | None = None
         self._began = False  # whether the first state has the weights of `init`

@@ -101,7 +101,11 @@ class Run(PreparedRun):
             self.say(table(described + self.data.describe()))
             stragglers = self._stragglers(names, advise) if self.config.run.stragglers else None
             anew = not self.config.checkpoint.resume or first == self.config.run.resume_step > 0
-            with metrics.Metrics(self.out, self.primary, first or None, set_aside=anew) as writer, profiler:
+            loggers, settled = self.config.run.named_loggers, to_dict(self.config)
+            with (
+                metrics.Metrics(self.out, self.primary, first or None, anew, loggers, settled) as writer,
+                profiler,
+            ):
                 untrained = self._untrained(state, writer)
                 loop = Loop(self, first, checkpoints, writer, profiler, stragglers)
                 with stragglers or contextlib.nullcontext():

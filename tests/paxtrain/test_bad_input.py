@@ -186,11 +186,20 @@ BAD_CONFIGURATION = {
     "separator that separates nothing": ["model.separator=7"],
     "small vocabulary": ["model.vocab_size=100"],
     "long sequences": ["model.sequence=512"],
+    "unknown logger": ["run.loggers=tensorboard,mlflow"],
+    "stream that is not there": ["data.stream=nowhere/*.parquet"],
+    "weights of streams": ["data.stream=a=x.jsonl,b=y.jsonl", "data.weights=a=1"],
     "unwritable": ["run.out=/dev/null/x"],
     "no model to begin with": ["init={home}"],
     "file as a model to begin with": ["init={home}/a_file"],
     "output is a file": ["run.out={home}/a_file"],
 }
+
+
+def test_a_logger_that_is_not_installed(home, tmp_path, refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    said = refused(train, *training(home, tmp_path / "out", "--config.run.loggers=tensorboard,wandb"))
+    assert re.fullmatch(r"run\.loggers has wandb, which needs wandb \(.*\); pip install wandb", said)
 
 
 def test_training_with_a_bad_configuration(home, tmp_path, refused, snapshot):

@@ -42,6 +42,30 @@ def test_one_line_per_step_and_the_same_for_tensorboard(tmp_path):
     assert sorted(board_scalars(tmp_path)) == [(1, 1.0), (2, 2.0)]
 
 
+def test_without_loggers_there_is_one_file(tmp_path):
+    with Metrics(tmp_path, primary=True, loggers=()) as writer:
+        writer.write(1, {"loss": 1.0})
+    assert [path.name for path in tmp_path.iterdir()] == [metrics.FILE]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # wandb's own
+def test_wandb_has_one_run_of_all_starts(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed, which this compares with")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    metrics.check_loggers(["wandb"])
+    for resumed, loss in ((None, 1.25), (1, 2.375), (None, 3.75)):
+        with Metrics(tmp_path, True, resumed, loggers=("wandb", "tensorboard"), config={"seed": 77321}) as writer:
+            writer.write(1 + (resumed or 0), {"loss": loss, "validation_loss/web": float("nan")})
+    folders = sorted(path for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run"))
+    first, second, anew = (folder.name.rpartition("-")[2] for folder in folders)
+    assert first == second != anew == (tmp_path / metrics.WANDB_ID).read_text()
+    for folder, loss in zip(folders, (b"1.25", b"2.375", b"3.75")):
+        [raw] = [path.read_bytes() for path in folder.glob("*.wandb")]
+        assert all(part in raw for part in (b"loss", loss, b"77321")) and b"validation_loss" not in raw
+    assert [value for _, value in sorted(board_scalars(tmp_path))][-1] == 2.375
+
+
 def test_scalars_of_every_kind_become_valid_json(tmp_path):
     with Metrics(tmp_path, primary=True) as writer:
         writer.write(1, {"a": jnp.float32(0.5), "b": np.int64(3), "c": float("nan"), "d": jnp.inf, "skipped": np.True_})
