@@ -127,6 +127,10 @@ class Plan:
                 f"{len(self.hosts) * self.devices_per_host} devices, but the mesh needs {devices}"
             )
 
+    def keys(self) -> tuple[str, ...]:
+        """Return the sections and the keys of a configuration that `apply` replaces."""
+        return (*_SECTIONS, *(["outer.groups"] if self.outer else []), *(["model.module"] if self.module else []))
+
     def apply(self, values: Mapping[str, Any]) -> Config:
         """Return the configuration of `values` (sections, as config.from_dict takes them) with this plan's sections.
 
