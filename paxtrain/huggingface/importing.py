@@ -99,7 +99,7 @@ class Model:
         def read(name: str) -> np.ndarray:
             nonlocal checksum
             x = self._arrays(name)
-            checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8), checksum)
+            checksum = zlib.crc32(x.tobytes(), checksum)
             return x
 
         def place(names: tuple[str, ...], x: np.ndarray) -> jax.Array:

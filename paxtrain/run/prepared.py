@@ -218,7 +218,9 @@ class PreparedRun:
         """
         if not self.config.init:
             return self.trainer.init(self.config.run.seed)
-        problem, params, checksum = None, {}, 0
+        problem: UserError | OSError | None = None
+        params: Tree = {}
+        checksum = 0
         with self.progress.doing("reading a model"):
             try:
                 params, checksum = self._initial.params(self.trainer.abstract_canonical()["params"])

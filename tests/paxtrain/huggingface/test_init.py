@@ -112,12 +112,12 @@ def test_processes_begin_with_one_model(tmp_path):
     folder = folder_of(weights, config.model, tmp_path / "model")
     rows = np.stack([np.arange(24 * i, 24 * i + 25) % 101 for i in range(8)])
     expected = float(loss(architectures.params(weights.__getitem__, config.model), rows, config.model))
-    for output in run_processes(BEGIN, json.dumps(to_dict(config)), folder, devices=1):
+    for output in run_processes(BEGIN, json.dumps(to_dict(config)), folder, devices=1, limit=600):
         assert json.loads(output.splitlines()[-1]) == pytest.approx(expected, rel=1e-4)
 
     other = folder_of(weights | {"model.norm.weight": np.ones(32, np.float32)}, config.model, tmp_path / "other")
     values = to_dict(dataclasses.replace(config, run=dataclasses.replace(config.run, out=str(tmp_path / "new"))))
-    for output in run_processes(BEGIN, json.dumps(values), folder, other, devices=1):
+    for output in run_processes(BEGIN, json.dumps(values), folder, other, devices=1, limit=600):
         assert "is another model on process 1 than on process 0" in output.splitlines()[-1]
 
 
