@@ -60,7 +60,6 @@ class Phi3(Architecture):
             sliding_window=self.option(config, "sliding_window") or None,
             embd_pdrop=config.embedding_dropout,
             resid_pdrop=config.residual_dropout,
-            pad_token_id=None,
         )
 
     def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:

@@ -63,22 +63,26 @@ def export(
     params, config = sampling.load_params(directory, step)
     _save(architectures.weights(jax.device_get(params), config.model), folder, dtype)
     run, vocabulary = pathlib.Path(directory), config.model.vocab_size
-    tokens: dict[str, object] = {"bos_token_id": None, "eos_token_id": None}
+    # Some configurations have other usual ids, which need not be in the vocabulary.
+    tokens: dict[str, object] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if (run / sampling.TOKENIZER).exists():
         tokenizer = load(run / sampling.TOKENIZER)
         ends = settings.ends(run, tokenizer, vocabulary)
         # Data that others prepared has no settings.
         found = settings.read(run) or (settings.of_data({}, None, END_OF_TEXT, True) if ends else dict(settings.CLASS))
         begin = tokenizer.token_to_id(settings.token(found, "bos_token") or "")
+        generation = settings.read_object(run / settings.GENERATION) if (run / settings.GENERATION).exists() else {}
+        pad = generation.get("pad_token_id")
         tokens = {
             "bos_token_id": begin if begin is not None and begin < vocabulary else None,
             "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+            "pad_token_id": pad if type(pad) is int and 0 <= pad < vocabulary else None,
         }
         files.write(folder / sampling.TOKENIZER, (run / sampling.TOKENIZER).read_bytes())
         # Chat templates spell special tokens, which are then ids, whatever the run's text was.
         kept = {name: value for name, value in found.items() if name != "split_special_tokens"}
         write_json(folder / settings.FILE, kept | {"model_max_length": config.model.sequence})
-        if (run / settings.GENERATION).exists():
-            write_json(folder / settings.GENERATION, settings.read_object(run / settings.GENERATION) | tokens)
+        if generation:
+            write_json(folder / settings.GENERATION, generation | tokens)
     # Written last, so that a folder with this file is complete.
     write_json(folder / CONFIG, architectures.to_config(config.model, dtype) | tokens)

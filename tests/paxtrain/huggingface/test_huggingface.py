@@ -139,7 +139,7 @@ def test_a_models_first_and_last_token_come_through(tmp_path):
     begin(folder, config)
     export(str(tmp_path / "run"), str(tmp_path / "back"))
     back = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert (back["bos_token_id"], back["eos_token_id"]) == (1, [2, 3])
+    assert (back["bos_token_id"], back["eos_token_id"], back["pad_token_id"]) == (1, [2, 3], 3)
     generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 3, "temperature": 0.6}
     kept = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())
