@@ -107,19 +107,6 @@ def _check_numbers(argv: Sequence[str]) -> None:
             raise UserError(f"--{name}={value} is no number; write it with the digits 0 to 9 alone")
 
 
-def _check_moved(argument: str) -> None:
-    """End the process if an argument sets compression by a name that older versions had for it."""
-    name = argument.partition("=")[0]
-    flag, section, key = name.partition(".compress.")
-    if not section or not flag.startswith("-"):
-        return
-    from paxtrain.config.compress import moved  # it needs numpy, which launchers start without
-
-    key, dot, option = key.partition(".")
-    if (not dot or key.endswith("_options")) and (new := moved(key)):
-        fail(UserError(f"{name} is written {flag}{section}{new}{dot}{option} now"))
-
-
 def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: str = "") -> list[str]:
     """Define flags, parse a command line and return its other arguments; a mistake in it ends the process.
 
@@ -133,7 +120,6 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
     for argument in argv:
         if any("\ud800" <= character <= "\udfff" for character in argument):
             fail(UserError(f"the argument {argument!r} is not UTF-8 text; write it in UTF-8"))
-        _check_moved(argument)
     before = set(flags.FLAGS)
     try:
         define_flags()

@@ -4,12 +4,11 @@ import dataclasses
 from typing import Any, ClassVar
 
 from paxtrain.config.checks import OUT, Checked, bounded, choice, numbers, positive, require
-from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, OptionValues
+from paxtrain.config.options import NO_OPTIONS, OptionValues
 from paxtrain.errors import whole
 
 SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
 LOW_RANK = "lowrank"
-_ALONE = ("_seconds", "_low", "_high")  # ends of settings over data that were kept without "data_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,16 +329,3 @@ class CompressConfig(Checked):
             for name, value in changes.items()
         }
         return dataclasses.replace(self, **parts)
-
-
-def moved(name: str) -> str:
-    """Return where a setting is that was once kept flat, such as backward_rank or backward; "" if there is none."""
-    defaults = CompressConfig()
-    for place in (*PLACES, *OTHERS):
-        part = defaults.at(place)
-        if name == place:
-            return f"{place}.{part.asked}" if part.asked else ""
-        for inner in vars(part):
-            if name == f"{place}_{inner}" or (name == inner and place == "data" and inner.endswith(_ALONE)):
-                return f"{place}.{inner}"
-    return ""

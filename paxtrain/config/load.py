@@ -7,12 +7,12 @@ import json
 import pathlib
 import sys
 import traceback
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from paxtrain.config.checks import require, shown
-from paxtrain.config.compress import CompressConfig, moved
 from paxtrain.config.config import Config
 from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
@@ -41,21 +41,37 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
     kwargs: dict[str, object] = {}
     for key, value in dict(items()).items():
         name = f"{path}.{key}" if path else key
-        if cls is CompressConfig and not hasattr(value, "items") and (new := moved(key)):
-            raise UserError(f"{name}={shown(value)} is written {path}.{new} now")
         require(key in hints, f"unknown configuration key {name}; known here: {', '.join(sorted(hints))}")
-        hint = hints[key]
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            kwargs[key] = read_section(hint, value, name)
-            continue
-        if hint is OptionValues and hasattr(value, "items"):
-            value = OptionValues(value.items())
-        if hint is float and type(value) is int:
-            require(abs(value) <= sys.float_info.max, f"{name} must be a finite number, got {shown(value)}")
-            value = float(value)
-        require(type(value) is hint, f"{name} must be of type {hint.__name__}, got {shown(value)}")
-        kwargs[key] = value
+        kwargs[key] = _value(hints[key], value, name)
+    missing = [f.name for f in dataclasses.fields(cls) if _required(f) and f.name not in kwargs]  # type: ignore[arg-type]
+    where = f" in {path}" if path else ""
+    require(not missing, f"{', '.join(missing)} missing{where}; known here: {', '.join(sorted(hints))}")
     return cls(**kwargs)
+
+
+def _required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _value(hint: Any, value: Any, name: str) -> object:
+    """Return a value of the type of its field: a section, a tuple of such values from a list, or a plain value."""
+    if isinstance(hint, types.UnionType):  # a section that may be left out
+        [hint] = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return read_section(hint, value, name)
+    origin, kinds = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is tuple:
+        require(isinstance(value, list), f"{name} must be a list, got {shown(value)}")
+        each = kinds[:1] * len(value) if kinds[-1] is ... else kinds
+        require(len(each) == len(value), f"{name} must have {len(each)} values, got {len(value)}")
+        return tuple(_value(kind, one, f"{name}[{i}]") for i, (kind, one) in enumerate(zip(each, value)))
+    if hint is OptionValues and hasattr(value, "items"):
+        value = OptionValues(value.items())
+    if hint is float and type(value) is int:
+        require(abs(value) <= sys.float_info.max, f"{name} must be a finite number, got {shown(value)}")
+        value = float(value)
+    require(type(value) is origin, f"{name} must be of type {origin.__name__}, got {shown(value)}")
+    return value
 
 
 @contextlib.contextmanager
