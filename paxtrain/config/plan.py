@@ -214,28 +214,7 @@ def from_json(values: object) -> Plan:
     version = values.get("version")
     if type(version) is not int or version != VERSION:  # True == 1, too
         raise UserError(f"version must be {VERSION}, got {version!r}")
-    kinds: dict[str, type] = {"hosts": list, "device_order": list, "devices_per_host": int, "module": str}
-    kinds["predicted"] = dict
-    items: dict[str, type] = {"hosts": str, "device_order": int}
-    known = {"version", *_SECTIONS, *kinds, "outer"}
-    for key in values:
-        if key not in known:
-            raise UserError(f"unknown key {key}; known are {', '.join(sorted(known))}")
+    plan = read_section(Plan, {key: value for key, value in values.items() if key != "version"}, "")
     for key in _SECTIONS:
-        if key not in values:
-            raise UserError(f"the section {key} is missing")
-    arguments: dict[str, Any] = {key: read_section(cls, values[key], key) for key, cls in _SECTIONS.items()}
-    for key in _SECTIONS:
-        _check_whole(key, dataclasses.asdict(arguments[key]), values[key])
-    for key, kind in kinds.items():
-        if key not in values:
-            continue
-        value, item = values[key], items.get(key)
-        given = type(value)
-        if given is not kind or (item and not all(type(v) is item for v in value)):
-            of = f" of {item.__name__}" if item else ""
-            raise UserError(f"{key} must be a {kind.__name__}{of}, got {value!r}")
-        arguments[key] = tuple(value) if kind is list else value
-    if "outer" in values:
-        arguments["outer"] = read_section(PlannedGroups, values["outer"], "outer")
-    return Plan(**arguments)
+        _check_whole(key, dataclasses.asdict(getattr(plan, key)), values[key])
+    return plan

@@ -8,12 +8,13 @@ import json
 import math
 import pathlib
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from paxtrain import files
 from paxtrain.config.checks import MOST, shown
 from paxtrain.config.compress import LOW_RANK
+from paxtrain.config.load import read_section
 from paxtrain.config.options import NO_OPTIONS, PLACES, PROBED, OptionValues
 from paxtrain.errors import UserError
 
@@ -27,6 +28,7 @@ WORDS = {
     "embedding": "the embedding's gradients",
 }
 _LEAST_SEEDS = 2  # with one the noise is unknown
+_HUGE = 1e100  # losses are below it, whose square is a float, too
 _MOST = 12  # codecs of a place: a planner looks at all combinations
 
 
@@ -47,6 +49,20 @@ class ProbedCodec:
     losses: tuple[float, ...]
     rank: int = 0
     options: OptionValues = NO_OPTIONS
+
+    def __post_init__(self) -> None:
+        where = f"the codec {self.codec!r} of {self.place}"
+        if self.place not in PROBED:
+            raise UserError(f"{where} must be at one of {', '.join(PROBED)}")
+        if not self.codec or (self.rank > 0) != (self.codec == LOW_RANK) or self.rank < 0:
+            raise UserError(f"{where} must have a name, and a rank if and only if it is {LOW_RANK}, got {self.rank}")
+        if self.rank and self.place not in PLACES:
+            raise UserError(f"{where} must not be {LOW_RANK}, which that place does not take")
+        options = {key: tuple(x) if isinstance(x, list) else x for key, x in self.options.items()}
+        for key, value in options.items():
+            if not all(isinstance(one, int | float | str) for one in (value if isinstance(value, tuple) else (value,))):
+                raise UserError(f"{where}: options.{key} must be a number, a text or a list of these, got {value!r}")
+        object.__setattr__(self, "options", OptionValues(options))
 
     @property
     def label(self) -> str:
@@ -94,7 +110,7 @@ class LossProbe:
         codecs: the codecs.
     """
 
-    model: Mapping[str, Any]
+    model: dict[str, Any]
     mesh: tuple[int, int]
     micro_batch: int
     steps: int
@@ -108,10 +124,17 @@ class LossProbe:
             raise UserError(
                 f"seeds must be {_LEAST_SEEDS} or more, since one says nothing of the noise, got {len(self.seeds)}"
             )
+        for key in ("micro_batch", "steps", "tokens"):
+            if not 1 <= getattr(self, key) <= MOST:
+                raise UserError(f"{key} must be from 1 to {MOST:,}, got {shown(getattr(self, key))}")
+        if min(self.mesh) < 1:
+            raise UserError(f"mesh must be data ranks and stages, got {self.mesh}")
         runs = [("dense", self.dense), *((f"{one.place} {one.label}", one.losses) for one in self.codecs)]
         for name, losses in runs:
             if len(losses) != len(self.seeds):
                 raise UserError(f"{name} must have a loss for each of {len(self.seeds)} seeds, got {len(losses)}")
+            if not all(abs(loss) < _HUGE for loss in losses) or (name == "dense" and min(losses) <= 0):
+                raise UserError(f"the losses of {name} must be {'positive ' * (name == 'dense')}numbers, got {losses}")
         for place in PROBED:
             if len(self.at(place)) > _MOST:
                 raise UserError(f"codecs must have at most {_MOST} of {place}, got {len(self.at(place))}")
@@ -138,93 +161,12 @@ def load(path: str | pathlib.Path) -> LossProbe:
     return files.read_json(path, "probe", f"name a {FILE} of python -m paxtrain.study --probe", from_json)
 
 
-_NUMBER, _HUGE = (int, float), 1e100  # whose square is a float, too
-_KEYS: Mapping[str, tuple[type, ...]] = {
-    "model": (dict,),
-    "mesh": (list,),
-    "micro_batch": (int,),
-    "steps": (int,),
-    "tokens": (int,),
-    "seeds": (list,),
-    "dense": (list,),
-    "codecs": (list,),
-}
-_CODEC_KEYS: Mapping[str, tuple[type, ...]] = {
-    "place": (str,),
-    "codec": (str,),
-    "losses": (list,),
-    "rank": (int,),
-    "options": (dict,),
-}
-
-
 def from_json(values: object) -> LossProbe:
     """Return the probe that JSON values describe.
 
     Raises:
         UserError: the values are no JSON object, keys are unknown or missing, or values do not fit.
     """
-    if isinstance(values, dict) and values.get("version") != VERSION:
-        raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
-    found = _checked("a probe", values, {"version": (int,), **_KEYS})
-    for key in ("micro_batch", "steps", "tokens"):
-        if not 1 <= found[key] <= MOST:
-            raise UserError(f"{key} must be from 1 to {MOST:,}, got {shown(found[key])}")
-    mesh, seeds = _numbers("mesh", found["mesh"], whole=True), _numbers("seeds", found["seeds"], whole=True)
-    if len(mesh) != 2 or min(mesh) < 1:
-        raise UserError(f"mesh must be data ranks and stages, got {found['mesh']}")
-    dense = _numbers("dense", found["dense"])
-    if not all(loss > 0 for loss in dense):
-        raise UserError(f"dense must be losses above 0, got {found['dense']}")
-    return LossProbe(
-        model=found["model"],
-        mesh=(int(mesh[0]), int(mesh[1])),
-        micro_batch=found["micro_batch"],
-        steps=found["steps"],
-        tokens=found["tokens"],
-        seeds=tuple(map(int, seeds)),
-        dense=dense,
-        codecs=tuple(_codec(f"codecs[{n}]", one) for n, one in enumerate(found["codecs"])),
-    )
-
-
-def _codec(name: str, values: object) -> ProbedCodec:
-    """Return a codec of the file."""
-    found = _checked(name, values, _CODEC_KEYS)
-    if found["place"] not in PROBED:
-        raise UserError(f"{name}.place must be one of {', '.join(PROBED)}, got {found['place']!r}")
-    if not found["codec"]:
-        raise UserError(f"{name}.codec must be the name of a codec, got ''")
-    if (found["rank"] > 0) != (found["codec"] == LOW_RANK) or found["rank"] < 0:
-        raise UserError(f"{name}.rank must be positive for {LOW_RANK} and 0 for others, got {found['rank']}")
-    if found["rank"] and found["place"] not in PLACES:
-        raise UserError(f"{name}.codec must not be {LOW_RANK} at the place {found['place']}, which does not take it")
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in found["options"].items()}
-    for key, value in options.items():
-        if not all(isinstance(one, int | float | str) for one in (value if isinstance(value, tuple) else (value,))):
-            raise UserError(f"{name}.options.{key} must be a number, a text or a list of these, got {value!r}")
-    losses = _numbers(f"{name}.losses", found["losses"])
-    return ProbedCodec(found["place"], found["codec"], losses, found["rank"], OptionValues(options))
-
-
-def _checked(name: str, values: object, keys: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """Return an object of the file that has exactly some keys, with values of their types."""
-    if not isinstance(values, dict):
-        raise UserError(f"{name} must be a JSON object, got {type(values).__name__}")
-    if unknown := [key for key in values if key not in keys]:
-        raise UserError(f"{name} has the unknown key {unknown[0]}; known are {', '.join(keys)}")
-    for key, types in keys.items():
-        if key not in values:
-            raise UserError(f"{name} lacks the key {key}")
-        if type(values[key]) not in types:
-            raise UserError(f"{key} of {name} must be of type {types[0].__name__}, got {values[key]!r}")
-    return values
-
-
-def _numbers(name: str, values: list[object], whole: bool = False) -> tuple[float, ...]:
-    """Return finite numbers of the file."""
-    kinds = (int,) if whole else _NUMBER
-    for value in values:
-        if type(value) not in kinds or not abs(value) < _HUGE:  # type: ignore[arg-type]  # its type is one of these
-            raise UserError(f"{name} must be {'whole ' * whole}numbers below {_HUGE:g}, got {value!r}")
-    return tuple(values)  # type: ignore[arg-type]
+    if isinstance(values, dict) and type(values.get("version")) is int and values["version"] == VERSION:
+        return read_section(LossProbe, {key: value for key, value in values.items() if key != "version"}, "")
+    raise UserError(f"it must be an object with version {VERSION}, got {shown(values)[:100]}")

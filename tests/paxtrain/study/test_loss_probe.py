@@ -128,36 +128,39 @@ CODEC = {"place": "data", "codec": "int8", "losses": [0.0, 0.1], "rank": 0, "opt
 VALUES = {"version": 1, "model": {}, "mesh": [2, 2], "micro_batch": 1, "steps": 5, "tokens": 10, "seeds": [0, 1]}
 VALUES |= {"dense": [2.0, 2.1], "codecs": [CODEC]}
 WRONG = {
-    "another version": ({"version": 2}, "version must be 1, got 2"),
-    "an unknown key": ({"more": 1}, "a probe has the unknown key more; known are version, model"),
-    "a wrong type": ({"steps": "5"}, "steps of a probe must be of type int, got '5'"),
+    "another version": ({"version": 2}, "it must be an object with version 1, got"),
+    "an unknown key": ({"more": 1}, "unknown configuration key more; known here: codecs, dense"),
+    "a wrong type": ({"steps": "5"}, "steps must be of type int, got '5'"),
     "no steps": ({"steps": 0}, "steps must be from 1 to 2,147,483,647, got 0"),
     "endless steps": ({"steps": 10**19}, "steps must be from 1 to 2,147,483,647, got 10000000000000000000"),
-    "a mesh of three": ({"mesh": [2, 2, 1]}, "mesh must be data ranks and stages, got [2, 2, 1]"),
+    "a mesh of three": ({"mesh": [2, 2, 1]}, "mesh must have 2 values, got 3"),
     "one seed": ({"seeds": [0], "dense": [2.0], "codecs": []}, "seeds must be 2 or more"),
-    "a seed of text": ({"seeds": ["a", "b"]}, "seeds must be whole numbers below 1e+100, got 'a'"),
-    "a loss that is no number": ({"dense": [2.0, math.nan]}, "dense must be numbers below 1e+100, got nan"),
-    "no loss": ({"dense": [2.0, 0.0]}, "dense must be losses above 0"),
+    "a seed of text": ({"seeds": ["a", "b"]}, "seeds[0] must be of type int, got 'a'"),
+    "a loss that is no number": ({"dense": [2.0, math.nan]}, "the losses of dense must be positive numbers"),
+    "no loss": ({"dense": [2.0, 0.0]}, "the losses of dense must be positive numbers, got (2.0, 0.0)"),
     "too few losses": (
         {"codecs": [CODEC | {"losses": [0.1]}]},
         "data int8 must have a loss for each of 2 seeds",
     ),
-    "an unknown place": (
-        {"codecs": [CODEC | {"place": "up"}]},
-        "codecs[0].place must be one of backward, forward",
+    "an unknown place": ({"codecs": [CODEC | {"place": "up"}]}, "the codec 'int8' of up must be at one of backward"),
+    "a rank of another": (
+        {"codecs": [CODEC | {"rank": 2}]},
+        "the codec 'int8' of data must have a name, and a rank if",
     ),
-    "a rank of another": ({"codecs": [CODEC | {"rank": 2}]}, "codecs[0].rank must be positive for lowrank and 0 for"),
-    "no rank": ({"codecs": [CODEC | {"codec": "lowrank"}]}, "codecs[0].rank must be positive for lowrank"),
-    "a loss beyond floats": ({"dense": [2.0, 10**400]}, "dense must be numbers below 1e+100"),
+    "no rank": ({"codecs": [CODEC | {"codec": "lowrank"}]}, "the codec 'lowrank' of data must have a name, and a rank"),
+    "a loss beyond floats": ({"dense": [2.0, 10**400]}, "dense[1] must be a finite number"),
     "losses whose noise is beyond floats": (
         {"codecs": [CODEC | {"losses": [-1e299, 1e299]}]},
-        "codecs[0].losses must be numbers below 1e+100, got -1e+299",
+        "the losses of data int8 must be numbers, got (-1e+299, 1e+299)",
     ),
     "too many": ({"codecs": [CODEC | {"codec": f"c{n}"} for n in range(13)]}, "codecs must have at most 12 of data"),
     "twice": ({"codecs": [CODEC, CODEC]}, "data int8 must be there once, got it 2 times"),
-    "an option of options": ({"codecs": [CODEC | {"options": {"a": {}}}]}, "codecs[0].options.a must be a number"),
-    "an option of lists": ({"codecs": [CODEC | {"options": {"a": [[1]]}}]}, "codecs[0].options.a must be a number"),
-    "no object": ({"codecs": [3]}, "codecs[0] must be a JSON object, got int"),
+    "an option of options": (
+        {"codecs": [CODEC | {"options": {"a": {}}}]},
+        "the codec 'int8' of data: options.a must be a number",
+    ),
+    "no object": ({"codecs": [3]}, "codecs[0] must be a mapping, got 3"),
+    "nothing": ({"codecs": [{}]}, "place, codec, losses missing in codecs[0]; known here"),
 }
 
 
