@@ -2,7 +2,7 @@
 
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grain
@@ -156,8 +156,8 @@ class DataSets:
         found = map(place, range(start_sample, start_sample + self._config.batch.global_batch))
         return " ".join(f"{name}:{at}" if name else str(at) for name, at in found)
 
-    def validating(self, name: str, rows: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield this process's rows of the global batches of one validation set, in the file's order."""
+    def validating(self, name: str, rows: Sequence[int]) -> grain.DatasetIterator:
+        """Return this process's rows of the global batches of one validation set, in the file's order."""
         c = self._config
         return token_files.batches(
             self.validation[name],

@@ -1,5 +1,6 @@
 """The training loop: steps, and the work that is due between them."""
 
+import contextlib
 import time
 
 import jax
@@ -69,10 +70,9 @@ class Loop:
             The last state, and tokens per second without the time between steps.
         """
         run, profiler = self._run, self.profiler
-        batches = run.batches("train", run.samples)
         self._last = self._started = time.perf_counter()
         number = self.first
-        with self.progress:
+        with self.progress, contextlib.closing(run.batches("train", run.samples)) as batches:
             profiler.resume(self.first)
             for number in range(self.first + 1, run.config.run.steps + 1):
                 self.checkpoints.check()

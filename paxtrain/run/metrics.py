@@ -202,7 +202,7 @@ class Metrics:
             logging.warning("metrics after step %d are not of this run's past: moved to %s", max(last, 0), aside)
         files.write(path, kept)
         self._file = path.open("a", buffering=1)
-        kinds: dict[str, type[_TensorBoard | _Wandb]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+        kinds: dict[str, type[_TensorBoard] | type[_Wandb]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
         self._loggers = [kinds[name](path.parent, last, config or {}) for name in loggers]
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:

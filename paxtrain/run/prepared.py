@@ -3,9 +3,8 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -109,8 +108,7 @@ class PreparedRun:
         self._samples, self._places = np.unique(config.batch_samples[self.rows], return_inverse=True)
         self.tokens_per_step = config.batch.global_batch * config.model.sequence
         self.samples = 0
-        self._stream: StreamState | None = None  # the state of the stream in the checkpoint
-        self._reading: grain.DatasetIterator | None = None  # the iterator of the training data, once it is read
+        self._stream: StreamState | None = None  # the state of the stream behind the last batch
         self.stop = Stop()
         self.lock = RunLock(self.out) if self.primary else None  # last, when all input is good
 
@@ -161,7 +159,7 @@ class PreparedRun:
 
     # --- Data ---------------------------------------------------------------------------------------------------------
 
-    def batches(self, name: str, start_sample: int = 0, part: str = "") -> Iterator[jax.Array]:
+    def batches(self, name: str, start_sample: int = 0, part: str = "") -> Generator[jax.Array]:
         """Return an endless iterator over global batches, int32, as `Trainer.abstract_batch` describes them.
 
         Args:
@@ -169,11 +167,19 @@ class PreparedRun:
             start_sample: Number of training samples to skip.
             part: Name of the validation set.
         """
-        samples, local = self._samples.tolist(), None
+        samples, streams = self._samples.tolist(), name == "train" and self.config.data.stream
         if name == "train":
-            local = self._reading = self.data.training(samples, start_sample, state=self._stream)
-        for rows in local or self.data.validating(part, samples):
-            yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows[self._places])
+            local = self.data.training(samples, start_sample, state=self._stream)
+        else:
+            local = self.data.validating(part, samples)
+        try:
+            for rows in local:
+                if streams:
+                    self._stream = local.get_state()
+                yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows[self._places])
+        finally:
+            if streams:
+                local.close()  # while the interpreter lives, since its thread may wait
 
     @functools.cached_property
     def _evaluate(self) -> Callable[..., jax.Array]:
@@ -262,7 +268,7 @@ class PreparedRun:
         if meta["data"] and meta["data"] != self.data.identity():
             anew = "; the stream begins anew" if self.config.data.stream else ""
             self.say(f"the data order has changed{anew}; the checkpoint's is {meta['data']}")
-        else:
+        elif self.config.data.stream:
             self._stream = meta.get("stream")
         if self._reset:
             self.say(self._reset)
@@ -418,11 +424,10 @@ class PreparedRun:
             state: State after the step.
             step: Number of the step.
         """
-        stream = self._reading.get_state() if self._reading else self._stream
         meta = {
             "step": step,
             "samples": self.samples,
-            "stream": stream if self.config.data.stream else None,
+            "stream": self._stream,
             "model": sampling.architecture(self.config.model),
             "data": self.data.identity(),
             "config": to_dict(self.config),

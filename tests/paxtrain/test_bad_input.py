@@ -184,7 +184,7 @@ BAD_CONFIGURATION = {
     "small vocabulary": ["model.vocab_size=100"],
     "long sequences": ["model.sequence=512"],
     "unknown logger": ["run.loggers=tensorboard,mlflow"],
-    "stream that is not there": ["data.stream=nowhere/*.parquet"],
+    "stream without a tokenizer": ["data.stream=nowhere/*.parquet"],
     "weights of streams": ["data.stream=a=x.jsonl,b=y.jsonl", "data.weights=a=1"],
     "unwritable": ["run.out=/dev/null/x"],
     "no model to begin with": ["init={home}"],

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -37,8 +38,10 @@ class Recorded(Run):
 
 
 def trained(config):
-    run = Recorded(config)
+    run, before = Recorded(config), set(threading.enumerate())
     assert run.train().finished
+    # One that waits as the interpreter ends would print an exception.
+    assert not [thread.name for thread in set(threading.enumerate()) - before if "prefetch" in thread.name]
     return run
 
 
