@@ -395,6 +395,8 @@ def counted(
 ) -> Paths:
     """Return paths whose messages count as often as a trainer's do; factors are numbers or have one for each placement.
 
+    What only this trainer has, sets of data ranks and groups, stays as it is.
+
     Args:
         where: paths [batch, ...].
         hop: factor on the bytes of messages between stages.
@@ -412,7 +414,8 @@ def counted(
 
         return path[0] * of(many) + of(more), path[1] * of(factor)
 
-    return Paths(
+    return dataclasses.replace(
+        where,
         forward=times(where.forward, hop, more=overhead),
         backward=times(where.backward, hop, more=overhead),
         ring=times(where.ring, data, turns),

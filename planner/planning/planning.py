@@ -53,6 +53,9 @@ class RankedPlan:
         bound: lower bound of these seconds over all placements of the candidate.
         host_order_seconds: predicted seconds with the devices in host order, as in a run without a plan.
         memory_bytes: bytes per device.
+        low: seconds that the step stays above with 90%.
+        high: seconds that it stays below with 90%.
+        fits: probability that it fits into memory.
     """
 
     candidate: Candidate
@@ -61,6 +64,9 @@ class RankedPlan:
     bound: float
     host_order_seconds: float
     memory_bytes: float
+    low: float
+    high: float
+    fits: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -230,14 +236,15 @@ def plan_sections(
     made = dataclasses.replace(made, budgeted=budgeted, outlooks=sure)
     return Plans(
         plan=planning.plan(chosen, {**figures(made), **(predicted or {})}),
-        ranked=tuple(map(_ranked, outcome.ranked)),
+        ranked=tuple(map(_ranked, outcome.ranked, sure)),
         report=made,
     )
 
 
-def _ranked(found: Found) -> RankedPlan:
-    placement = found.placement
-    return RankedPlan(found.candidate, placement.hosts, found.seconds, placement.bound, found.plain, found.memory)
+def _ranked(found: Found, sure: contents.Outlook) -> RankedPlan:
+    c, placement = found.candidate, found.placement
+    figures = found.seconds, placement.bound, found.plain, found.memory
+    return RankedPlan(c, placement.hosts, *figures, sure.low, sure.high, sure.fits)
 
 
 def _compiles(wanted: str, cluster: Cluster) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from planner.cluster.cluster import PAXTRAIN, Cluster, Shares, TrainerExecution, between, with_crossing
+from planner.cluster.cluster import Cluster, Shares, TrainerExecution, between, with_crossing
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
 from planner.cost.compute import LayerCosts
@@ -116,8 +116,6 @@ class PlanSettings:
         for more in some[1:]:
             where = where.join(more)
         where = where.take(self.link_of)
-        if all(cluster.execution == PAXTRAIN for cluster in self.clusters):
-            return where  # which may have more than `counted` keeps
 
         def values(name: str) -> Array:
             return np.array([getattr(cluster.execution, name) for cluster in self.clusters])

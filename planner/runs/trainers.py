@@ -82,8 +82,8 @@ TRAINERS: Mapping[str, TrainerFacts] = {
             "optimizer_bytes": (18.9, 0.17),
             "host_seconds": (0.022, 0.25),
         },
-        counts=(6.8, 12.6, 0.49, 0.47, 8.2, 1.3, 2.2, 7.1, 21.0, 0.36),
-        peak_noise=0.15,
+        counts=(7.0, 12.5, 7.1, 5.7, 4.2, 7.5, 5.1, 0.33, 1.6),
+        peak_noise=0.115,
     ),
     # The rates at which these stall are what is left of the prior once no published run of them has stalled. Their
     # constants are fitted to every second run of experiments/published, at the rates of devices and links that ship.

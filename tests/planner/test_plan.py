@@ -41,6 +41,10 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
     assert sorted(plan.device_order) == list(range(8))
     assert plan.predicted["step_seconds"] >= plan.predicted["lower_bound_seconds"] > 0
     assert plan.predicted["memory_bytes"] <= plan.predicted["memory_limit_bytes"]
+    seconds, low, high = (plan.predicted[f"step_seconds{name}"] for name in ("", "_low", "_high"))
+    assert low < seconds < high and seconds == plan.predicted["expected_seconds"]
+    assert 0.5 < plan.predicted["fits"] <= 1 and plan.predicted["trainer"] == "paxtrain"
+    assert "assumes times assume paxtrain's constants" in run.stdout and "with 80%" in run.stdout
     for name in ("memory_source", "step_seconds_source"):
         assert plan.predicted[name]
     [(schedule, ideal)] = plan.predicted["ideal_step_seconds"].items()
