@@ -32,8 +32,8 @@ Array = np.ndarray
 _NORMAL = NormalDist()
 _SURE = 0.8  # probability of an interval
 _HALVINGS = 30
-# Draws of the constants, and different ones of those of links among them: paths over many hosts take their time.
-_DRAWS, _OF_LINKS = 64, 8
+# Draws of the constants, and different ones of those of links among them; of many devices, whose paths take their time.
+_DRAWS, _FEW_DRAWS, _MANY = (64, 8), (16, 2), 4096
 # Standard deviations of logarithms. Those of devices and links are what is left of 15% once half of the published runs
 # of docs/accuracy.md are fitted; those of profiles are guesses.
 _MATMUL, _UNMEASURED, _MEMORY = 0.05, 0.15, 0.11
@@ -155,14 +155,20 @@ class Beliefs:
         )
 
 
-def _draws(known: Mapping[str, float]) -> list[dict[str, float]]:
-    """Return settings with factors that are drawn for each constant, by its deviation."""
+def _draws(known: Mapping[str, float], draws: int, of_links: int) -> list[dict[str, float]]:
+    """Return settings with factors that are drawn for each constant, by its deviation.
+
+    Args:
+        known: the deviations.
+        draws: number of settings.
+        of_links: different ones of the constants of links.
+    """
     random, scores = np.random.default_rng(0), {}
     for name in known:
-        count = _OF_LINKS if name in LINKS else _DRAWS
+        count = of_links if name in LINKS else draws
         strata = np.array([_NORMAL.inv_cdf((n + 0.5) / count) for n in range(count)])
-        scores[name] = np.tile(random.permutation(strata), _DRAWS // count)
-    return [{name: math.exp(known[name] * z[n]) for name, z in scores.items()} for n in range(_DRAWS)]
+        scores[name] = np.tile(random.permutation(strata), draws // count)
+    return [{name: math.exp(known[name] * z[n]) for name, z in scores.items()} for n in range(draws)]
 
 
 def believe(search: Search, ranked: Sequence[Found], compiled: Sequence[Found] = ()) -> Beliefs:
@@ -175,8 +181,11 @@ def believe(search: Search, ranked: Sequence[Found], compiled: Sequence[Found] =
     """
     cluster, model, by = search.cluster, search.model, search.cluster.execution
     priced = [PricedPlan(found.candidate, found.placement.hosts) for found in ranked]
-    settings = [{}, *_draws(deviations(cluster))]
-    seconds = PlanSettings(cluster, model, search.options.quantile, settings).seconds(priced)
+    many = cluster.devices > _MANY
+    settings = [{}, *_draws(deviations(cluster), *(_FEW_DRAWS if many else _DRAWS))]
+    by_setting = PlanSettings(cluster, model, search.options.quantile, settings)
+    parts = [[one] for one in priced] if many else [priced]
+    seconds = np.concatenate([by_setting.seconds(some) for some in parts], axis=1)
     fits, chances, waits = [], [], []
     for found in ranked:
         c, full = found.candidate, 0.0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from planner.cluster.cluster import Cluster, Shares, TrainerExecution, between, with_crossing
+from planner.cluster.cluster import Cluster, Shares, TrainerExecution, between, of_hosts, with_crossing
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
 from planner.cost.compute import LayerCosts
@@ -85,15 +85,15 @@ class PlanSettings:
             settings: the settings.
         """
         self.model, self.settings = model, settings
-        self.clusters = [with_setting(cluster, setting) for setting in settings]
         by = cluster.execution
         # What a batch has values of is added to it, not to the cluster.
         neutral = TrainerExecution(by.trainer, by.rows, by.overlaps)
         self.cluster = dataclasses.replace(cluster, execution=neutral, host_seconds=0.0)
+        self.clusters = [with_setting(_slowest_inside(cluster), setting) for setting in settings]  # for layers
         links = [tuple(setting.get(name, 1.0) for name in LINKS) for setting in settings]
         self.links = list(dict.fromkeys(links))
         self.link_of = np.array([self.links.index(one) for one in links])
-        self.fabrics = [fabric(self.clusters[links.index(one)], quantile) for one in self.links]
+        self.quantile = quantile
 
     def _layer(self, problem: Problem) -> list[LayerCosts]:
         """Return a layer's costs on each kind of device, in each setting in turn."""
@@ -109,9 +109,13 @@ class PlanSettings:
                 found.append(one)
         return found
 
-    def _paths(self, problem: Problem, hosts: Array) -> Paths:
-        """Return the paths of a placement in each setting."""
-        some = [problem.paths(one, hosts[None]) for one in self.fabrics]
+    def _paths(self, problem: Problem, some: Sequence[Paths]) -> Paths:
+        """Return the paths of a placement in each setting.
+
+        Args:
+            problem: the plan.
+            some: its paths on each of the different links.
+        """
         where = some[0]
         for more in some[1:]:
             where = where.join(more)
@@ -133,13 +137,28 @@ class PlanSettings:
 
     def seconds(self, plans: Sequence[PricedPlan]) -> Array:
         """Return the seconds of a step [settings, plans]."""
-        problems, placements = [], []
+        problems = []
         for plan in plans:
             plain = Problem(self.cluster, self.model, plan.candidate)
-            problem = Problem(self.cluster, self.model, plan.candidate, layer=self._layer(plain))
-            kinds, count = problem.kind_of_host[plan.hosts], len(set(self.cluster.kinds))
-            on = kinds + count * np.arange(len(self.settings))[:, None, None]
-            problems.append(problem)
-            placements.append((self._paths(problem, plan.hosts), on))
+            problems.append(Problem(self.cluster, self.model, plan.candidate, layer=self._layer(plain)))
+        paths: list[list[Paths]] = [[] for _ in plans]
+        for factors in self.links:  # one at a time, since links between many hosts are large
+            links = fabric(_with_links(self.cluster, dict(zip(LINKS, factors))), self.quantile)
+            for known, problem, plan in zip(paths, problems, plans):
+                known.append(problem.paths(links, plan.hosts[None]))
+        placements, count = [], len(set(self.cluster.kinds))
+        for problem, plan, known in zip(problems, plans, paths):
+            on = problem.kind_of_host[plan.hosts] + count * np.arange(len(self.settings))[:, None, None]
+            placements.append((self._paths(problem, known), on))
         found = np.stack([step.total for step in steps(problems, placements)], axis=1)
         return found + np.array([cluster.host_seconds for cluster in self.clusters])[:, None]
+
+
+def _slowest_inside(cluster: Cluster) -> Cluster:
+    """Return the hosts of a cluster that have the longest latency, or the slowest links inside, of their kind."""
+    kinds, latency, rate = np.array(cluster.kinds), np.diagonal(cluster.alpha), np.diagonal(cluster.bandwidth)
+    chosen = set()
+    for kind in set(cluster.kinds):
+        where = np.flatnonzero(kinds == kind)
+        chosen |= {int(where[latency[where].argmax()]), int(where[rate[where].argmin()])}
+    return of_hosts(cluster, [cluster.hosts[i] for i in sorted(chosen)])

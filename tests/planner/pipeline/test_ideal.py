@@ -1,6 +1,7 @@
 """The limits of schedules against a replay of single events, published figures and the executor's rows."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -88,6 +89,18 @@ def test_the_executors_rows_cost_nothing_if_transfers_are_no_longer_than_f(sched
     for c in (0.1, 0.5, 0.9, 1):
         times = Seconds(one, one if schedule == "zb_h1" else 2 * one, c, c, weights=one)
         np.testing.assert_allclose(simulator.pipeline(table, times).max(), ideal.pipeline(table, times).max())
+
+
+@pytest.mark.parametrize("table", [t for t in TABLES if t.stages > 1], ids=str)
+def test_events_end_when_the_stages_do(table):
+    drawn_once = simulator.take(drawn(table, seed=2), slice(0, 1))
+    events, [ends] = ideal.timeline(table, drawn_once), ideal.pipeline(table, drawn_once)
+    ops = [event for event in events if event.what in ("F", "B", "W", "H")]
+    for stage in range(table.stages):
+        own = sorted((event.begin, event.end) for event in ops if event.stage == stage)
+        assert own[-1][1] == pytest.approx(ends[stage])
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(own))  # one after another
+    assert sum(event.what == "H" for event in ops) == table.micro_batches
 
 
 def test_one_op_a_row_would_cost_waits(monkeypatch):

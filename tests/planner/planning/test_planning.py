@@ -30,6 +30,24 @@ def found(config):
     return planner.plan(config, cluster(2, 4), OPTIONS, explained=True)
 
 
+def test_a_plan_for_another_trainer(config):
+    """It follows the trainer's schedules, by its executor; the page draws that one's step."""
+    options = dataclasses.replace(OPTIONS, trainer="nanotron", nearby=False, pipe=(2,), tensor=(1,), micro_batch=(1,))
+    found = planner.plan(config, cluster(2, 4), options)
+    assert {one.candidate.schedule for one in found.ranked} <= {"1f1b", "interleaved_1f1b"}
+    assert {one.candidate.save for one in found.ranked} <= {"residuals", "layer_inputs"}
+    predicted = found.plan.predicted
+    assert predicted["trainer"] == "nanotron" and 0 < predicted["stalls"] < 1
+    assert predicted["expected_seconds"] > predicted["step_seconds"]
+    [ideal] = predicted["ideal_step_seconds"].values()
+    assert ideal == pytest.approx(predicted["step_seconds"])
+    expected = [one["expected_seconds"] for one in found.json()["ranked"]]
+    assert expected == sorted(expected) and "One training step" in found.html()
+    assert found.ranked[0].low < found.ranked[0].seconds < found.ranked[0].high
+    own = planner.plan(config, cluster(2, 4), dataclasses.replace(options, trainer="paxtrain"))
+    assert own.plan.predicted["trainer"] == "paxtrain" and own.step_seconds[0] != found.step_seconds[0]
+
+
 def test_plans_are_ranked_with_figures_as_arrays(found):
     assert 1 <= len(found.ranked) <= OPTIONS.top
     assert found.step_seconds.shape == found.memory_bytes.shape == (len(found.ranked),)

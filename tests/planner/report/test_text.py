@@ -8,12 +8,14 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from paxtrain.run import metrics
+from planner.cluster.cluster import attained
 from planner.cost.candidate import Candidate
+from planner.fit.recalibrate import priced
 from planner.report import answers, contents, page
 from planner.report import text as report
 from planner.report.svg import width_of
 from tests.planner.examples import cluster
-from tests.planner.report.reports import BY_HAND, made_report
+from tests.planner.report.reports import BY_HAND, by_hand, made_report, plan
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,24 @@ def test_the_terminal_and_the_page_say_what_was_found(report_of, snapshot):
     said = [*report.text(made).splitlines(), *answers.lines(made)]
     assert all(len(line) <= 120 for line in said)
     snapshot(f"{report_of.__name__}.txt", "\n".join([*said, "", "--- The page ---", plain(checked(page.page(made)))]))
+
+
+def test_a_plan_stands_above_a_quicker_one_that_stalls():
+    two = contents.Outlook(0.4, 0.6, 0.5, 0.0, 1.0, 0.0), contents.Outlook(0.4, 2.0, 0.75, 0.25, 1.0, 0.75)
+    made = by_hand(plan(0.5), plan(0.48), some=priced(cluster(4, 4, seed=None), "nanotron"), outlooks=two)
+    assert report.ranking_words(made) == (
+        "plan 1 (0.5 s) stands above plan 2 (0.48 s), since runs of nanotron stall: expected are 0.5 s and 0.75 s"
+    )
+    assert report.assumed_words(made).startswith("times assume nanotron's constants")
+    assert "stall" not in report.ranking_words(dataclasses.replace(made, outlooks=two[:1] * 2))
+
+
+def test_links_that_were_not_measured_are_told():
+    some = attained(dataclasses.replace(cluster(4, 4, seed=None), nominal=("between",)))
+    words = report.assumed_words(by_hand(plan(0.5), some=some))
+    assert words == (
+        "times assume paxtrain's constants; links reach 70% between hosts of their nominal rates, as in published runs"
+    )
 
 
 def test_the_widest_table_fits(made):
