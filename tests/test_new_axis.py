@@ -54,6 +54,7 @@ def add_axis(monkeypatch, name, record, section):
     monkeypatch.setitem(AXES, name, record)
     monkeypatch.setattr(MeshConfig, name, 1, raising=False)
     monkeypatch.setitem(Config.__annotations__, "mesh", section)
+    monkeypatch.setitem(plans.Plan.__annotations__, "mesh", section)
     monkeypatch.setitem(plans._SECTIONS, "mesh", section)
     monkeypatch.setattr(to_plan, "MeshConfig", section)
 

@@ -11,7 +11,10 @@ class OptionValues(dict):
     """Values by option. It is hashable, so it must not be changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]  # a dict has none
-        return hash(frozenset(self))  # of the names: a file's values may be lists, which are refused later
+        try:
+            return hash(frozenset(self.items()))
+        except TypeError:  # a file's values may be lists, which are refused later
+            return hash(frozenset(self))
 
 
 NO_OPTIONS = OptionValues()

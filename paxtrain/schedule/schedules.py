@@ -57,6 +57,7 @@ class ScheduleSpec:
         in_flight_first: micro-batches in flight on the first stage, if that is a choice; otherwise 0.
         place: (P, v) -> stages of all virtual stages.
         most_chunks: chunks per stage at most, if the schedule interleaves; 0: any number.
+        common: the trainers that plans are made for (planner/runs/trainers.py) run it, too.
     """
 
     ops: Callable[[int, int, int, bool], Ops]
@@ -65,6 +66,7 @@ class ScheduleSpec:
     activation_slots: int
     gradient_slots: Callable[[Numbers, Numbers], Numbers]
     masked: bool = False
+    common: bool = False
     splits: bool = False
     interleaves: bool = False
     settles: int = 2
@@ -346,6 +348,7 @@ SPECS: dict[str, ScheduleSpec] = {
         gradient_slots=lambda p, m: m,
     ),
     "1f1b": ScheduleSpec(
+        common=True,
         ops=_1f1b,
         order="alternating",
         in_flight=lambda s, p, v, m: p - s,
@@ -355,6 +358,7 @@ SPECS: dict[str, ScheduleSpec] = {
     ),
     # The message rings, which are small, are known to within a few slots.
     "interleaved_1f1b": ScheduleSpec(
+        common=True,
         ops=_interleaved_1f1b,
         order="alternating",
         in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + (v - 1) * p + 1,

@@ -24,7 +24,7 @@ ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
 GROUPS = ("configured", "sites")
 ORACLE = ("auto", "yes", "no")
 # What other trainers run: schedules, and the save modes that keep all of a layer or run it again as a whole.
-SCHEDULES, SAVES = ("1f1b", "interleaved_1f1b"), ("residuals", "layer_inputs")
+SCHEDULES, SAVES = names(lambda spec: spec.common), ("residuals", "layer_inputs")
 # Options that are choices of the search as they are.
 _CHOSEN = (DATA, PIPE, TENSOR, "others", "micro_batch", "virtual_stages", "schedules", "saves", "backward_ranks")
 

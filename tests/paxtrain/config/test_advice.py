@@ -29,6 +29,7 @@ CASES = {
     "model: key heads of GPT-2": {"model.kv_heads": 3},
     "model: separator": {"model.separator": 257},
     "model: separator below": {"model.separator": -3},
+    "data: samples of a stream": {"data.stream": "text.jsonl", "run.log_samples": True},
     "model: cuDNN": {"model.attention": "cudnn", "model.dtype": "float32"},
     "mesh: parts of the sequence on one device": {"mesh.sequence_parallel": True},
     "mesh: parts of the sequence, odd heads": {"mesh.sequence_parallel": True} | XL,
@@ -147,7 +148,8 @@ ALONE = {
     "must be FIRST:END", "is in FLOP/s", "must name a directory", "has two data sets of the name",
     "must give each data set a positive number", "must be NAME=WEIGHT", "two weights; give it one",
     "a mixture repeats after at most", "must be links between stages", "must be none, all, selective",
-    "unknown configuration key", "must be of type", "must be numbers from 0 on",
+    "unknown configuration key", "must be of type", "must be numbers from 0 on", "run.loggers=", "must be a list",
+    "missing{where}", "values, got {len(value)}",
 }  # fmt: skip
 
 

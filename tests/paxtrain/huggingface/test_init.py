@@ -131,7 +131,7 @@ def test_processes_begin_with_one_model(tmp_path):
             {"model_type": "bert"},
             [
                 "model_type 'bert'",
-                "gemma2, gemma3_text, gpt2, gpt_neox, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3 can",
+                "gemma2, gemma3_text, gpt2, gpt_neox, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3 are",
             ],
         ),
         ({"hidden_size": None}, ["lacks hidden_size"]),

@@ -71,7 +71,7 @@ def test_what_is_not_implemented_is_refused_by_its_name(name):
     told = MODELS[name]["config"]["model_type"]
     by_field = {
         "Qwen 3 32B in FP8": "is of a quantized model \\(fp8\\); take the one that it was made of",
-        "Phi 4 mini (longrope)": "rope_type='longrope' is not implemented for training; one of default, linear, llama3",
+        "Phi 4 mini (longrope)": "rope_type='longrope' is not implemented for training; .* llama3, yarn would fit",
         "RedPajama 3B": "says rotary_pct=1.0, which is not implemented; 0.25 would work",
     }
     words = f"of model_type '{told}', which is not implemented; gemma2, gemma3_text, .* llama, .* smollm3 are"
