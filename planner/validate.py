@@ -16,13 +16,13 @@ The last line of output is JSON about the rows not fitted, errors and regrets as
 Its first rank correlations are over all these rows together, which flatters them. Groups have equal (cluster, hidden,
 layers, devices, global_batch); a plan would be chosen among the rows of one. Regret is over the `groups` with two such
 rows or more. `coverage` is the share of rows in their intervals of 80%, `near` has the scores of rows within 3 times
-the best of their group, and `memory` those of predicted peaks and failures.
+the best of their group, and `memory` those of predicted peaks and failures (planner/fit/accuracy.py, MemoryScores).
 
 It writes to --out, for the first seed:
     predictions.csv                  the table with predicted_seconds, its interval, memory, and role: fit, held,
                                      not_run, or left_out (neither fitted nor held); with --folds every measured row is
                                      held
-    predicted_vs_measured.png
+    predicted_vs_measured.png        beside it the share of rows in their intervals, for each nominal share
     constants.json                   the fitted constants, with units, ranges and whether they lie at an end of them;
                                      with --folds from a fit to all measured rows
 """

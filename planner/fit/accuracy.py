@@ -14,7 +14,6 @@ from matplotlib.ticker import LogLocator, NullLocator
 from scipy import stats
 
 from paxtrain.errors import UserError
-from planner.fit import memory
 from planner.runs.trials import Trial
 
 Array = np.ndarray
@@ -160,6 +159,8 @@ class Forecast:
         high: seconds above which one of ten runs is.
         memory: predicted peak of a device's memory, in bytes.
         fits: probability that the run fits into memory.
+        half: probability that half of the memory would do.
+        below: probability that it takes less than it took; NaN if it was not measured.
     """
 
     seconds: Array
@@ -168,6 +169,8 @@ class Forecast:
     high: Array
     memory: Array
     fits: Array
+    half: Array
+    below: Array
 
     def take(self, rows: Sequence[int]) -> "Forecast":
         """Return the forecast of some of the runs."""
@@ -236,9 +239,11 @@ class MemoryScores:
         mape: mean of |predicted - measured| / measured.
         median_ape: median of the same.
         failed: runs that failed.
-        recall: share of the failed runs that are said not to fit.
+        recall: share of the failed runs that are said to fail.
         false_alarms: share of the runs that ran of which that is said.
-        elsewhere: failed runs whose predicted peak is below half of the memory: other faults, or wrong predictions.
+        broken: failed runs that fail whatever their memory, by their trainer's code.
+        elsewhere: further failed runs that need less than half of the memory: other faults, or wrong predictions.
+        recall_of_memory: share of all other failed runs that are said to fail.
     """
 
     n: int
@@ -247,14 +252,17 @@ class MemoryScores:
     failed: int
     recall: float
     false_alarms: float
+    broken: int
     elsewhere: int
+    recall_of_memory: float
 
     def text(self) -> str:
         """Return the scores as a line."""
         return (
             f"memory: {self.n} peaks, MAPE {self.mape:.1%}, median {self.median_ape:.1%}; of {self.failed} runs that "
-            f"failed {self.recall:.1%} are said not to fit, of those that ran {self.false_alarms:.1%}; by prediction "
-            f"{self.elsewhere} of the failed need less than half of the memory"
+            f"failed {self.recall:.1%} are said to, of those that ran {self.false_alarms:.1%}; {self.broken} failed by "
+            f"their trainer's code, {self.elsewhere} need less than half of the memory, of all others "
+            f"{self.recall_of_memory:.1%} are said to fail"
         )
 
 
@@ -266,24 +274,29 @@ def memory_scores(trials: Sequence[Trial], forecast: Forecast) -> MemoryScores |
         forecast: predictions of them.
     """
     peaks = np.array([trial.memory or math.nan for trial in trials])
-    failed, ran = (
-        np.array([trial.failed for trial in trials]),
-        np.array([trial.seconds is not None for trial in trials]),
-    )
+    failed = np.array([trial.failed for trial in trials])
+    ran = np.array([trial.seconds is not None for trial in trials])
     measured = ~np.isnan(peaks)
     if not measured.any():
         return None
     errors = np.abs(forecast.memory[measured] / peaks[measured] - 1)
     too_large = forecast.fits < 0.5
-    room = np.array([memory.capacity(trial) for trial in trials])
+    broken = failed & np.array([trial.broken for trial in trials])
+    elsewhere = failed & ~broken & (forecast.half > 0.5)
 
     def share(of: Array) -> float:
         return float(too_large[of].mean()) if of.any() else math.nan
 
-    elsewhere = int((failed & (forecast.memory < room / 2)).sum())
-    middle = float(np.median(errors))
     return MemoryScores(
-        int(measured.sum()), float(errors.mean()), middle, int(failed.sum()), share(failed), share(ran), elsewhere
+        n=int(measured.sum()),
+        mape=float(errors.mean()),
+        median_ape=float(np.median(errors)),
+        failed=int(failed.sum()),
+        recall=share(failed),
+        false_alarms=share(ran),
+        broken=int(broken.sum()),
+        elsewhere=int(elsewhere.sum()),
+        recall_of_memory=share(failed & ~broken & ~elsewhere),
     )
 
 
@@ -355,23 +368,63 @@ def _draw(axes: Axes, trials: Sequence[Trial], predicted: Array, fitted: Array) 
     axes.set_ylabel("predicted seconds")
 
 
-def plot(path: str | pathlib.Path, trials: Sequence[Trial], predicted: Array, fitted: Array, title: str) -> None:
-    """Draw predicted against measured seconds into a PNG.
+def _draw_calibration(axes: Axes, below: Array) -> None:
+    """Draw the share of runs in their intervals of each width.
+
+    Args:
+        axes: where to draw.
+        below: probability of each run to take less than it took.
+    """
+    levels = np.linspace(0, 1, 101)
+    inside = np.array([np.mean(np.abs(2 * below - 1) <= level) for level in levels])
+    axes.plot(levels, levels, color=_INK, linewidth=0.9)
+    axes.plot(levels, inside, color=_COLORS[0], linewidth=1.8)
+    at = 0.8
+    share = np.mean(np.abs(2 * below - 1) <= at)
+    axes.plot(at, share, "o", color=_COLORS[1])
+    axes.annotate(f"{share:.0%} of {len(below)} runs", (at, share), (8, -14), textcoords="offset points", fontsize=9)
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="nominal share of an interval", ylabel="observed share")
+    axes.set_title("runs in their intervals; above the line these are too wide", fontsize=10, loc="left")
+
+
+def _panel(axes: Axes) -> Axes:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, which="major", color="#e6e8ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def plot(path: str | pathlib.Path, trials: Sequence[Trial], forecast: Forecast, fitted: Array, title: str) -> None:
+    """Draw predicted against measured seconds, and the shares of runs in their intervals, into a PNG.
 
     Args:
         path: the file to write.
         trials: the runs, with measured seconds.
-        predicted: [trials] seconds.
-        fitted: [trials] whether the row was fitted.
+        forecast: predictions of them.
+        fitted: [trials] whether the row was fitted; intervals are of the others, if there are any.
         title: the figure's title.
     """
-    figure = Figure(figsize=(7, 7), dpi=150, layout="constrained")
+    figure = Figure(figsize=(12, 6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, which="major", color="#e6e8ea", linewidth=0.8)
-    axes.set_axisbelow(True)
-    _draw(axes, trials, predicted, fitted)
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    left, right = map(_panel, figure.subplots(1, 2))
+    _draw(left, trials, forecast.seconds, fitted)
+    left.set_title(title, fontsize=10, loc="left")
+    left.legend(frameon=False, loc="upper left", fontsize=9)
+    _draw_calibration(right, forecast.below[~fitted] if not fitted.all() else forecast.below)
+    figure.savefig(path)
+
+
+def plot_regrets(path: str | pathlib.Path, regrets: Sequence[float]) -> None:
+    """Draw the regret that is expected after each of some runs into a PNG.
+
+    Args:
+        path: the file to write.
+        regrets: before the first run, and after each.
+    """
+    figure = Figure(figsize=(6, 3.5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = _panel(figure.subplots())
+    axes.plot(range(len(regrets)), 100 * np.array(regrets), "o-", color=_COLORS[0])
+    axes.set(xlabel="runs of those proposed", ylabel="expected loss against the true best, %", ylim=(0, None))
+    axes.set_xticks(range(len(regrets)))
     figure.savefig(path)

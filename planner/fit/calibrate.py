@@ -11,6 +11,7 @@ Some runs stall (planner.fit.stalls). Which do is not known: expectation maximiz
 that it has stalled, and fits what it takes both ways, weighted by that.
 """
 
+import collections
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,7 +37,12 @@ Array = np.ndarray
 
 _NOISE, _FACTOR_SPREAD, _SPEED_SPREAD = 0.03, 0.15, 0.4  # standard deviations of logarithms, at first
 _BELIEF = 10  # rows, or factors, that the first two of them count for when they are estimated
-_ROUNDS = 4
+_ROUNDS, _MORE_ROUNDS = 4, 2  # from scratch, and from the values of few rows
+_FEW = 120  # rows that many rows begin with
+# Standard deviation of what the errors of all runs of one model have in common, if no run of it was fitted: what is
+# assumed of a table of one model, and what counts as one model in the estimate of others.
+_OTHER_MODEL = 0.04
+_LEFT_OUT, _FEWEST = 3, 10  # models that are left out in turn at most, and runs that such a model has at least
 _BETWEEN = 0.5  # spread of a constant among the owners of a file, over its spread among all
 _KNOWN = 0.3  # the same of a constant that its trainer is known for
 _OUTLIER = 3.0  # times the noise
@@ -50,7 +56,10 @@ def ranges(trials: Sequence[Trial]) -> Array:
     """Return [constants, 2] the physical range for one owner's runs, wider if a device kind or rate is unknown."""
     unknown = {name for trial in trials for name, known in constants.known(trial).items() if not known}
     widths = [c.wide if c.name in unknown else 1.0 for c in CONSTANTS]
-    return np.array([(c.low / wide, c.high * wide) for c, wide in zip(CONSTANTS, widths)])
+    found = np.array([(c.low / wide, c.high * wide) for c, wide in zip(CONSTANTS, widths)])
+    if trials and all(constants.over_nvlink(trial) for trial in trials):
+        found[NAMES.index("intra_latency"), 1] = constants.NVLINK_LATENCY
+    return found
 
 
 class _LeastSquares:
@@ -195,6 +204,30 @@ class _LeastSquares:
         self.factor_spread = np.sqrt((_BELIEF * _FACTOR_SPREAD**2 + spread) / (_BELIEF + count))
         self._set_priors()
 
+    def solve(self, values: Array, rounds: int) -> Array:
+        """Return the most probable values, with what is estimated of rows between rounds of least squares.
+
+        Args:
+            values: where to begin.
+            rounds: number of rounds.
+        """
+        values = np.clip(values, self.low, self.high)
+        for i in range(rounds):
+            if i:
+                self.estimate_stalls(values)
+                self.estimate_spreads(values)
+            values = optimize.least_squares(
+                self.residuals,
+                values,
+                self.jacobian,
+                bounds=(self.low, self.high),
+                loss=self.loss,
+                xtol=_TOLERANCE,
+                ftol=_TOLERANCE,
+                max_nfev=_EVALUATIONS,
+            ).x
+        return values
+
     def loss(self, squares: Array) -> Array:
         """Return the loss and its two derivatives for scipy: pseudo-Huber for measurements, squares for priors."""
         rows = np.arange(len(squares)) < 2 * len(self.measured)
@@ -206,6 +239,40 @@ class _LeastSquares:
         )
 
 
+def _other_model(problem: _LeastSquares, known: Sequence[Trial], method: str, values: Array) -> float:
+    """Return the deviation of errors, beyond the noise, of a model without fitted runs: by leaving models out in turn.
+
+    Args:
+        problem: the fitted rows.
+        known: runs of which constants are wanted.
+        method: how stages compose an iteration.
+        values: the values that fit all rows.
+    """
+    rows, at, squares = problem.fitted, problem.parameters.first_kind, [_OTHER_MODEL**2]
+    models = [(trial.hidden, trial.layers) for trial in rows]
+    often = [model for model, n in collections.Counter(models).most_common(_LEFT_OUT) if n >= _FEWEST]
+    if problem.parameters.cells or len(often) < 2:  # a layer-cost factor says nothing of other models
+        return _OTHER_MODEL
+    random = np.random.default_rng(0)
+    for model in often:
+        of = np.array([one == model for one in models])
+        others, left = (random.permutation(np.flatnonzero(where))[:_FEW] for where in (~of, of))
+        if len(others) < _FEWEST:
+            continue
+        without = _LeastSquares([rows[i] for i in others], known, method, problem.full[others])
+        without.noise, without.rates, without.stalled = problem.noise, problem.rates, problem.stalled[others]
+        begin = np.zeros(without.size)
+        begin[:at] = values[:at]
+        seconds, _ = Sensitivity([rows[i] for i in left], method, without.parameters)(without.solve(begin, 1))
+        plain = problem.stalled[left] < 0.5
+        if plain.any():
+            errors = np.abs(np.log(seconds) - problem.measured[left])[plain]
+            deviation = np.median(errors) / stats.t.ppf(0.75, FREEDOM)  # which few wild runs do not change
+            noise = problem.noise[problem.cluster[left]][plain]
+            squares.append(max(float(deviation**2 - np.mean(noise**2)), 0.0))
+    return float(np.sqrt(np.mean(squares)))
+
+
 def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str = "simulate") -> Calibration:
     """Fit constants to measured runs.
 
@@ -215,25 +282,20 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
         method: how stages compose an iteration, one of trial_steps.METHODS.
     """
     peaks = {name: memory.fit([t for t in fitted if t.trainer == name]) for name in {t.trainer for t in fitted}}
-    some = list(fitted)
+    some, known = list(fitted), [*fitted, *everything]
     if len(some) > _MOST:
         some = [fitted[i] for i in np.sort(np.random.default_rng(0).permutation(len(fitted))[:_MOST])]
-    problem = _LeastSquares(some, [*fitted, *everything], method, nearly_full(some, peaks))
-    found = np.zeros(problem.size)
-    for i in range(_ROUNDS):
-        if i:
-            problem.estimate_stalls(found)
-            problem.estimate_spreads(found)
-        found = optimize.least_squares(
-            problem.residuals,
-            found,
-            problem.jacobian,
-            bounds=(problem.low, problem.high),
-            loss=problem.loss,
-            xtol=_TOLERANCE,
-            ftol=_TOLERANCE,
-            max_nfev=_EVALUATIONS,
-        ).x
+    full = nearly_full(some, peaks)
+    problem = _LeastSquares(some, known, method, full)
+    found, rounds = np.zeros(problem.size), _ROUNDS
+    if len(some) > 2 * _FEW:  # few rows, whose seconds are quickly found, say where to begin
+        drawn = np.random.default_rng(0).permutation(len(some))[:_FEW]
+        few = _LeastSquares([some[i] for i in drawn], known, method, full[drawn])
+        begin, at = few.solve(np.zeros(few.size), rounds), problem.parameters.first_kind
+        found[:at], rounds = begin[:at], _MORE_ROUNDS
+        problem.noise, problem.factor_spread, problem.rates = few.noise, few.factor_spread, few.rates
+        problem.estimate_stalls(found)
+    found = problem.solve(found, rounds)
     counts = [trial.cluster for trial in fitted]
     noise = dict(zip(problem.clusters, problem.noise.tolist()))
     return Calibration(
@@ -249,4 +311,5 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
         rates=dict(zip(problem.clusters, problem.rates)) | {"": stalls.typical("")},
         memory=peaks,
         models=frozenset((trial.hidden, trial.layers) for trial in fitted),
+        other_model=_other_model(problem, known, method, found),
     )

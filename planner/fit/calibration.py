@@ -23,9 +23,6 @@ FACTOR_RANGE = (0.5, 2.0)
 SPEED_RANGE = (0.2, 5.0)
 FREEDOM = 5.0  # degrees of freedom of the t distribution of a row's error
 _AT_BOUND = 0.01  # of a range's logarithm
-# Standard deviation of what the errors of all runs of one model have in common, if no run of it was fitted. With it
-# intervals of 80% hold about that share of 8B's runs by constants of 1B, and of the reverse (docs/accuracy.md).
-_OTHER_MODEL = 0.07
 _HALVINGS = 40
 
 
@@ -148,6 +145,7 @@ class Calibration:
         rates: how often runs stall, by cluster; "" for others.
         memory: peaks of the runs of each trainer.
         models: hidden size and layers of the models whose runs were fitted.
+        other_model: standard deviation of what the errors of another model's runs have in common.
     """
 
     values: Array
@@ -161,7 +159,8 @@ class Calibration:
     factor_spread: float
     rates: Mapping[str, StallRates]
     memory: Mapping[str, MemoryModel]
-    models: frozenset[tuple[int, int]] = frozenset()
+    models: frozenset[tuple[int, int]]
+    other_model: float
 
     def _of_owners(self, cluster: str, trainer: str) -> Array:
         """Return all constants of a cluster's runs by a trainer."""
@@ -200,7 +199,7 @@ class Calibration:
         spread = np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes) + self.factor_spread**2 * np.array(unknown)
         noise = np.array([self.noise.get(t.cluster, self.noise[""]) for t in trials])
         strange = np.array([(t.hidden, t.layers) not in self.models for t in trials], bool)
-        noise = np.hypot(noise, _OTHER_MODEL * strange)
+        noise = np.hypot(noise, self.other_model * strange)
         at = NAMES.index("stall_seconds")
         waits = np.exp(self.values[model.index[:, at]]) * CONSTANTS[at].typical  # of each message, if a run stalls
         full = nearly_full(trials, self.memory)
@@ -214,7 +213,17 @@ class Calibration:
         found, fits = self.predictions(trials), self.fits(trials)
         known = np.array([t.trainer in self.memory and self.memory[t.trainer].fitted > 0 for t in trials], bool)
         expected = np.where(known & (fits < 0.5), np.inf, found.expected)
-        return Forecast(found.likely, expected, found.quantile(0.1), found.quantile(0.9), self.peaks(trials), fits)
+        below = found.below(np.array([trial.seconds or np.nan for trial in trials]))
+        return Forecast(
+            seconds=found.likely,
+            chosen_by=expected,
+            low=found.quantile(0.1),
+            high=found.quantile(0.9),
+            memory=self.peaks(trials),
+            fits=fits,
+            half=_of_trainers(trials, self.memory, lambda model, some: model.fits(some, memory.USABLE / 2)),
+            below=below,
+        )
 
     def predict(self, trials: Sequence[Trial]) -> Array:
         """Return the predicted seconds of an iteration [trials], see `Predictions.likely`."""
@@ -247,6 +256,7 @@ class Calibration:
                     "rows_fitted": self.fitted.get(name, 0),
                     "trainer": self.trainers[name],
                     "noise": self.noise.get(name, self.noise[""]),
+                    "noise_of_other_models": self.other_model,
                     "stalls_per_host": dataclasses.asdict(self.rates.get(name, self.rates[""])),
                     "constants": {
                         c.name: entry(value, low, high, deviation=x, unit=c.unit, typical=c.typical, meaning=c.meaning)

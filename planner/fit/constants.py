@@ -99,6 +99,8 @@ CONSTANTS = (
     Constant("stall_seconds", "s", 1e-3, 10.0, 0.3, 0.7, "what each message takes longer in a run that stalls"),
     Constant("host_seconds", "s", 1e-6, 2.0, 5e-3, 1.2, "constant part of an iteration", owner="trainer"),
 )
+NVLINK_LATENCY = 1e-5  # seconds that a step of NCCL's rings over NVLink takes at most; a few microseconds as a rule
+_NVLINK = 1e11  # bytes/s between two devices of a host that no PCIe has
 NAMES = tuple(constant.name for constant in CONSTANTS)
 
 
@@ -113,3 +115,9 @@ def known(trial: Trial) -> dict[str, bool]:
         "intra_efficiency": intra,
         "inter_efficiency": inter,
     }
+
+
+def over_nvlink(trial: Trial) -> bool:
+    """Return whether devices of all hosts of a run exchange over NVLink."""
+    sheets = [datasheet(kind) for kind in trial.device_kinds]
+    return min(trial.intra_bytes or [sheet.intra if sheet else 0.0 for sheet in sheets]) >= _NVLINK

@@ -143,7 +143,7 @@ def write(out: pathlib.Path, rows: Sequence[Trial], first: Repetition, title: st
         accuracy.plot(
             out / "predicted_vs_measured.png",
             [row for row in rows if row.seconds is not None],
-            found.seconds[measured],
+            found.take(np.flatnonzero(measured).tolist()),
             first.role[measured] == "fit",
             title,
         )

@@ -55,7 +55,7 @@ TRAINERS: Mapping[str, TrainerFacts] = {
             "chunk_seconds": 2e-4,
             "message_seconds": 1e-4,
             "backward": 2.4,
-            "head": 0.3,
+            "head": 1.0,
             "crossing_launch": 1e-3,
             "optimizer_bytes": 20.0,
             "buckets": 0.14,

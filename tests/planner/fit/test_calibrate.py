@@ -400,7 +400,28 @@ def test_a_model_without_fitted_runs_is_less_certain():
     rows, _ = _stalled(_piped(), 0.0, 0.0, 14)
     small, large = ([row for row in rows if row.hidden == hidden] for hidden in (1024, 2048))
     one, both = (calibrate.fit(some).predictions(large).noise for some in (small, rows))
-    assert np.all(one > 0.07) and np.all(one > both)
+    assert np.all(one > 0.04) and np.all(one > both)
+
+
+def test_errors_of_a_model_that_is_left_out_widen_intervals_of_others():
+    rows, _ = _stalled(_piped(), 0.0, 0.0, 14)
+    slow = [dataclasses.replace(r, seconds=r.seconds * (1.5 if r.hidden == 2048 else 1)) for r in rows]
+    alike, different = (calibrate.fit(some).other_model for some in (rows, slow))
+    assert alike < 0.04 < 0.12 < different
+    assert calibrate.fit([row for row in rows if row.hidden == 1024]).other_model == 0.04  # of one model
+
+
+def test_a_step_over_nvlink_takes_microseconds():
+    at, links = NAMES.index("intra_latency"), [("A100", ""), ("T4", ""), ("A100", "100")]
+    highs = [calibrate.ranges([trial(device_kinds=kind, intra_gbit=rate)])[at, 1] for kind, rate in links]
+    assert highs == [1e-5, CONSTANTS[at].high, CONSTANTS[at].high]
+
+
+def test_many_rows_begin_with_few(monkeypatch):
+    rows, _ = _measured([row for row in _grid() for _ in range(3)], 0.01, 2)
+    whole = calibrate.fit(rows).predict(rows)
+    monkeypatch.setattr(calibrate, "_FEW", 30)
+    np.testing.assert_allclose(calibrate.fit(rows).predict(rows), whole, rtol=0.03)
 
 
 def test_trainers_own_constants_and_have_no_factors():

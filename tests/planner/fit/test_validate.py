@@ -47,6 +47,7 @@ def _forecast(seconds, low=0.9, high=1.1, **changes):
     seconds = np.array(seconds, float)
     some = {"seconds": seconds, "chosen_by": seconds, "low": low * seconds, "high": high * seconds}
     some |= {"memory": np.full(seconds.shape, 1e9), "fits": np.ones(seconds.shape)}
+    some |= {"half": np.zeros(seconds.shape), "below": np.full(seconds.shape, 0.5)}
     return accuracy.Forecast(**{**some, **{name: np.array(x, float) for name, x in changes.items()}})
 
 
@@ -179,9 +180,10 @@ def test_scores_by_hand():
 def test_scores_of_memory_by_hand():
     changes = [{"memory_gb": 10}, {"memory_gb": 20}, *[{"seconds": "", "failed": 1}] * 3]
     rows = _parsed([BASE | {"device_kinds": "A100-40GB"} | more for more in changes])
-    forecast = _forecast(np.ones(5), memory=[11e9, 18e9, 50e9, 30e9, 5e9], fits=[0.9, 0.4, 0.1, 0.6, 1.0])
+    fits, half = [0.9, 0.4, 0.1, 0.6, 1.0], [0, 0, 0, 0.1, 0.9]
+    forecast = _forecast(np.ones(5), memory=[11e9, 18e9, 50e9, 30e9, 5e9], fits=fits, half=half)
     found = accuracy.memory_scores(rows, forecast)
-    assert (found.n, found.failed, found.elsewhere) == (2, 3, 1)
+    assert (found.n, found.failed, found.elsewhere, found.broken, found.recall_of_memory) == (2, 3, 1, 0, 1 / 2)
     np.testing.assert_allclose(
         [found.mape, found.median_ape, found.recall, found.false_alarms], [0.1, 0.1, 1 / 3, 1 / 2]
     )
