@@ -3,9 +3,9 @@
 Somebody who trains with another trainer knows neither what its host costs nor what the links bring through. A wrong
 choice of the layout is the price of that. This main says how large it is expected to be, and which runs, on at most a
 quarter of the hosts, lower it most (planner/fit/design.py). It writes them to OUT/trials.csv, a table as
-planner/runs/trials.py describes it, whose `seconds` you fill in: a minute of training each is enough. Given that table
-by --trials, it proposes the next runs, until more would not pay. Then planner.validate and planner.plan --constants
-take it from there.
+planner/runs/trials.py describes it, whose `seconds` you fill in: a minute of training each is enough. Beside it is
+expected_loss.png, the loss that is expected after each of them. Given the table by --trials, it proposes the next runs,
+until more would not pay. Then planner.validate and planner.plan --constants take it from there.
 """
 
 import pathlib
@@ -19,6 +19,7 @@ from paxtrain.config.parallel import MOST_SEQUENCES
 from paxtrain.errors import UserError
 from paxtrain.flags import define_config
 from planner.cluster import cluster as clusters
+from planner.fit import accuracy
 from planner.fit.proposals import proposals
 from planner.runs import published, trials
 from planner.runs.trainers import TRAINERS
@@ -37,12 +38,13 @@ def main(argv: Sequence[str]) -> None:
     config = from_dict(f.model.to_dict())
     batch = f.global_batch or config.batch.global_batch
     measured = published.read(f.trials) if f.trials else []
-    lines, runs = proposals(cluster, config.model, f.trainer, batch, measured, f.runs)
+    lines, runs, regrets = proposals(cluster, config.model, f.trainer, batch, measured, f.runs)
     print("\n".join(lines))
     if runs:
         out = pathlib.Path(f.out) / "trials.csv"
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
+            accuracy.plot_regrets(out.parent / "expected_loss.png", regrets)
             trials.write(
                 out, [{name: trial.columns.get(name, "") for name in trials.COLUMNS} for trial in [*measured, *runs]]
             )

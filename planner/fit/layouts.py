@@ -15,9 +15,9 @@ _GBIT = 8e-9  # of a byte per second
 _MOST_LAYOUTS = 400  # of one number of hosts; more are thinned out evenly
 
 
-def _powers(most: int) -> Iterator[int]:
-    """Yield powers of two up to a number."""
-    return itertools.takewhile(lambda x: x <= most, (2**i for i in itertools.count()))
+def _divisors(of: int, most: int) -> Iterator[int]:
+    """Yield the divisors of a number up to another one."""
+    return (n for n in range(1, min(of, most) + 1) if of % n == 0)
 
 
 def _cells(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int) -> dict[str, object]:
@@ -30,6 +30,7 @@ def _cells(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int) -> di
         **{"device_kinds": ";".join(cluster.kinds[:hosts]), "host_nics": cluster.nics},
         **{"host_gbit": ";".join(f"{rate:.6g}" for rate in network)},
         **{"intra_gbit": ";".join(f"{rate * _GBIT:.6g}" for rate in rates[same])},
+        **{"device_gb": f"{float(cluster.memory[:hosts].min()) / 1e9:.6g}"},
         **{"family": model.family, "hidden": model.hidden, "heads": model.heads, "layers": model.layers},
         **{"kv_heads": model.key_value_heads, "ffn": model.ffn, "tied_head": int(model.tied_head)},
         **{"seq": model.sequence, "vocab": model.vocab_size, "recompute": "none"},
@@ -74,14 +75,14 @@ def layouts(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int, glob
     if model.module:
         raise UserError(f"model.module={model.module} has no column in the table of runs; plan it by planner.plan")
     devices, common, found = hosts * cluster.devices_per_host, _cells(cluster, model, trainer, hosts), []
-    for tensor, pipe in itertools.product(_powers(cluster.devices_per_host), _powers(min(devices, model.layers))):
-        data = devices // (tensor * pipe)
-        if data * tensor * pipe != devices or cluster.devices_per_host % tensor or model.key_value_heads % tensor:
+    for tensor in _divisors(cluster.devices_per_host, model.key_value_heads):
+        if model.key_value_heads % tensor:
             continue
-        for size in _powers(global_batch // data if data <= global_batch else 0):
-            if global_batch % (data * size):
+        for pipe, sharding in itertools.product(_divisors(devices // tensor, model.layers), ("none", "zero1")):
+            data = devices // (tensor * pipe)
+            if global_batch % data or (data == 1 and sharding == "zero1"):
                 continue
-            for sharding in ("none", "zero1") if data > 1 else ("none",):
+            for size in _divisors(global_batch // data, global_batch):
                 row = {
                     **common,
                     **{"devices": devices, "tp": tensor, "pp": pipe, "dp": data, "global_batch": global_batch},
@@ -91,7 +92,7 @@ def layouts(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int, glob
     if not found:
         raise UserError(
             f"no layout of {devices} devices divides {model.layers} layers, {model.key_value_heads} heads of keys and "
-            f"a batch of {global_batch}; a batch that is a power of two would do"
+            f"a batch of {global_batch}; a batch that is a multiple of the devices would do"
         )
     keep = np.unique(np.linspace(0, len(found) - 1, _MOST_LAYOUTS).astype(int))
     return [found[i] for i in keep]

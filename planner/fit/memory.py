@@ -55,7 +55,7 @@ COUNTS = (
 
 def capacity(trial: Trial) -> float:
     """Return the bytes of the smallest device of a run; inf if they are not known."""
-    return min((sheet(kind).memory or np.inf for kind in trial.device_kinds), default=np.inf)
+    return trial.device_bytes or min((sheet(kind).memory or np.inf for kind in trial.device_kinds), default=np.inf)
 
 
 def _held(trial: Trial) -> Array:

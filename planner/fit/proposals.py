@@ -31,8 +31,8 @@ def _fitting(calibration: Calibration, some: Sequence[Trial]) -> list[Trial]:
 
 def proposals(
     cluster: Cluster, model: ModelConfig, trainer: str, batch: int, measured: Sequence[Trial], number: int
-) -> tuple[list[str], list[Trial]]:
-    """Return what is told, and the runs to make next.
+) -> tuple[list[str], list[Trial], list[float]]:
+    """Return what is told, the runs to make next, and the regrets expected before the first and after each.
 
     Args:
         cluster: the cluster.
@@ -72,4 +72,4 @@ def proposals(
         lines.append("more runs would not pay")
     for i, one in enumerate(proposed, 1):
         lines.append(f"run {i}: {_label(runs[one.run])}; expected loss {one.before:.1%}, then {one.after:.1%}")
-    return lines, [runs[one.run] for one in proposed]
+    return lines, [runs[one.run] for one in proposed], [regret, *(one.after for one in proposed)]

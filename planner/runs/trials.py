@@ -9,6 +9,7 @@ One row is one run of one configuration:
     device_kinds       optional: one kind for all, or one per host joined by ";", as "A100;A100;V100"
     host_gbit          optional, likewise: Gbit/s of a host's network, each way
     intra_gbit         optional, likewise: Gbit/s between two devices of a host, each way
+    device_gb          optional: memory of the smallest device, in 1e9 bytes; default: its data sheet's
     host_nics          optional: flows that leave a host, and enter it, at its full rate over their number; default: 1
     model              optional: its name
     family             optional: gpt2 (default) or llama
@@ -58,11 +59,12 @@ from planner.runs.trainers import TRAINERS
 
 _SIZES = ("hidden", "heads", "layers", "seq", "vocab", "global_batch", "micro_batch", "tp", "dp", "pp")
 _COUNTS = ("devices", "devices_per_host", *_SIZES)
-_OF_HOSTS = ("device_kinds", "host_gbit", "intra_gbit", "host_nics")
+_OF_HOSTS = ("device_kinds", "host_gbit", "intra_gbit", "device_gb", "host_nics")
 _OF_RANKS = ("stage_layers", "schedule", "virtual_stages", "data_micro_batches", "placement")
 _OF_MODELS = ("model", "family", "kv_heads", "ffn", "tied_head", "experts", "top_k", "expert_ffn")
 _OF_PLANS = ("context", "expert", "sequence_parallel", "sharding", "shard_group", "precision")
 _OF_RESULTS = ("memory_gb", "failed")
+_BYTES_OF = {"memory": "memory_gb", "device_bytes": "device_gb"}
 OPTIONAL = ("trainer", *_OF_HOSTS, *_OF_RANKS, *_OF_MODELS, *_OF_PLANS, *_OF_RESULTS)
 COLUMNS = (
     *("cluster", "trainer", "devices", "devices_per_host"),
@@ -104,6 +106,7 @@ class Trial:
         shard_group: data ranks among which weights or their gradients are sharded; 0: all.
         precision: dtype of matrix products.
         memory: peak of a device's allocated memory, in bytes; None if unknown.
+        device_bytes: memory of the smallest device; None: its data sheet's.
     """
 
     cluster: str
@@ -145,6 +148,7 @@ class Trial:
     shard_group: int = 0
     precision: str = "bf16"
     memory: float | None = None
+    device_bytes: float | None = None
     failed: bool = False
 
     @functools.cached_property
@@ -236,6 +240,11 @@ def _positive(name: str, text: str) -> float:
     if not 1 / _HUGE < value < _HUGE:
         raise UserError(f"{name} must be from {1 / _HUGE:g} to {_HUGE:g}, got {text!r}")
     return value
+
+
+def _gigabytes(name: str, text: str) -> float | None:
+    """Return the bytes of a cell in 1e9 bytes; None if it is empty."""
+    return _positive(name, text) * 1e9 if text else None
 
 
 def _seconds(text: str) -> float | None:
@@ -399,7 +408,7 @@ def parse(columns: dict[str, str]) -> Trial:
     hosts = -(-n["devices"] // n["devices_per_host"])
     schedule, virtual_stages = _schedule(row["schedule"], n["pp"], row["virtual_stages"])
     family = _choice("family", row["family"], FAMILIES, "gpt2")
-    memory, trainer = row["memory_gb"], _choice("trainer", row["trainer"], TRAINERS, "")
+    trainer = _choice("trainer", row["trainer"], TRAINERS, "")
     trial = Trial(
         cluster=row["cluster"],
         trainer=trainer,
@@ -420,7 +429,7 @@ def parse(columns: dict[str, str]) -> Trial:
         sequence_parallel=_flag("sequence_parallel", row["sequence_parallel"], False),
         sharding=_choice("sharding", row["sharding"], SHARDINGS, "none"),
         precision=_choice("precision", row["precision"], PRECISIONS, dtype),
-        memory=_positive("memory_gb", memory) * 1e9 if memory else None,
+        **{field: _gigabytes(name, row[name]) for field, name in _BYTES_OF.items()},
         failed=_flag("failed", row["failed"], False),
         **n,
         **more,

@@ -66,6 +66,8 @@ def test_layouts_are_all_that_divide(cluster):
     found = layouts(cluster, MODEL, "nanotron", 2, 64)
     assert {t.tp * t.pp * t.dp for t in found} == {16} and {t.tp for t in found} == {1, 2, 4, 8}
     assert all(t.global_batch % (t.dp * t.micro_batch) == 0 and t.trainer == "nanotron" for t in found)
+    assert 3 in {t.dp for t in layouts(cluster, MODEL, "nanotron", 3, 96)}  # not only powers of two
+    assert found[0].device_bytes == pytest.approx(cluster.memory.min(), rel=1e-5)  # the cluster's, not a data sheet's
     assert len(set(found)) == len(found) and {t.sharding for t in found} == {"none", "zero1"}
     own = dataclasses.replace(MODEL, module="tests.paxtrain.model.routed:Routed")
     with pytest.raises(UserError, match="has no column in the table of runs"):
@@ -116,10 +118,11 @@ def test_chosen_runs_teach_more_than_random_ones(cluster):
 
 
 def test_what_is_told_goes_on_from_results(cluster):
-    lines, runs = proposals(cluster, MODEL, "nanotron", 512, [], 2)
+    lines, runs, regrets = proposals(cluster, MODEL, "nanotron", 512, [], 2)
+    assert len(regrets) == 1 + len(runs)
     assert lines[0].startswith("0 measured runs; best of") and 0 < len(runs) <= 2
     assert all(run.hosts <= 4 and run.seconds is None for run in runs)
     seconds = _truth(runs, 3)
     measured = [dataclasses.replace(run, seconds=float(s)) for run, s in zip(runs, seconds)]
-    lines, more = proposals(cluster, MODEL, "nanotron", 512, measured, 1)
+    lines, more, _ = proposals(cluster, MODEL, "nanotron", 512, measured, 1)
     assert lines[0].startswith(f"{len(measured)} measured runs") and not set(more) & set(runs)

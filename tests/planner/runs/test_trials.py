@@ -45,8 +45,8 @@ def _file(tmp_path, *rows, columns=trials.COLUMNS):
 
 
 def test_reads_a_row(tmp_path):
-    (trial,) = trials.read(_file(tmp_path, {}))
-    assert trial.host_bytes == (12.5e9, 6.25e9) and trial.intra_bytes == (300e9, 300e9)
+    (trial,) = trials.read(_file(tmp_path, {"device_gb": 40}))
+    assert trial.device_bytes == 40e9 and trial.host_bytes == (12.5e9, 6.25e9) and trial.intra_bytes == (300e9, 300e9)
     assert trial.device_kinds == ("A100", "V100") and trial.stage_layers == (4, 6)
     assert trial.recompute == "full" and trial.element_bytes == 2 and trial.seconds == 1.5
     assert trial.micro_batches == 8 and trial.hosts == 2
@@ -58,7 +58,8 @@ def test_optional_columns_may_be_missing_or_empty(tmp_path):
     empty = dict.fromkeys(trials.OPTIONAL, "")
     for path in (_file(tmp_path, {"pp": 4, "dp": 1}, columns=required), _file(tmp_path, {"pp": 4, "dp": 1, **empty})):
         (trial,) = trials.read(path)
-        assert trial.host_bytes is None and trial.intra_bytes is None and trial.device_kinds == ("", "")
+        assert trial.device_bytes is None and trial.host_bytes is None and trial.intra_bytes is None
+        assert trial.device_kinds == ("", "")
         assert trial.stage_layers == (3, 3, 2, 2)
 
 
@@ -171,7 +172,7 @@ def test_bad_files(tmp_path):
         trials.read(_file(tmp_path, {}, columns=[*trials.COLUMNS, "hidden"]))
     path = _file(tmp_path, {})
     path.write_text(path.read_text() + "lab,8,4\n")
-    with pytest.raises(UserError, match="line 3: it must have 42 cells"):
+    with pytest.raises(UserError, match=f"line 3: it must have {len(trials.COLUMNS)} cells"):
         trials.read(path)
     path.write_text("")
     with pytest.raises(UserError, match="lacks the columns cluster, devices"):
