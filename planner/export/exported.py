@@ -17,7 +17,7 @@ from paxtrain.config.axes import AXES, in_words
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 
-_FAMILIES = ("gpt2", "llama")
+USUAL_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _RANK = """# Run a command as the rank that Open MPI started, on its device in ranks.csv: sh rank.sh COMMAND...
 table=$(dirname "$0")/ranks.csv
 export RANK="$OMPI_COMM_WORLD_RANK" WORLD_SIZE="$OMPI_COMM_WORLD_SIZE"
@@ -175,20 +175,41 @@ def expected(plan: Plan, schedule: str) -> float | None:
     return seconds.get(schedule) if isinstance(seconds, dict) else None
 
 
-def common(plan: Plan, model: ModelConfig) -> list[str]:
-    """Return what no other trainer does: sentences about the plan's batch, compression and placement, and the model.
+def cannot(trainer: str, what: str, fits: str) -> UserError:
+    """Return the error of a value that a trainer cannot be told of.
+
+    Args:
+        trainer: its name.
+        what: the value.
+        fits: what would work.
+    """
+    return UserError(f"{trainer} cannot be told of {what}; {fits} would work")
+
+
+def require_known(trainer: str, model: ModelConfig, families: Sequence[str], positions: Sequence[str]) -> None:
+    """Require a model that a trainer can be told of.
+
+    Args:
+        trainer: its name.
+        model: the model.
+        families: families that it has.
+        positions: its types of rope_scaling.
 
     Raises:
-        UserError: the model is none that they are told of.
+        UserError: it cannot.
     """
-    more = [name for name in ("head_size", "rope_scaling", "options") if getattr(model, name)]
-    if model.module or model.family not in _FAMILIES or more:
-        what = f"model.module={model.module}" if model.module else f"model.family={model.family}"
-        what += f" with model.{more[0]}" if more else ""
-        raise UserError(
-            f"plans for other trainers do not tell them of {what}; a model of the families {' and '.join(_FAMILIES)} "
-            "with plain positions would work"
-        )
+    kind, scaling = model.rope_scaling.get("rope_type", "default"), dict(model.rope_scaling)
+    for wrong, what, fits in (
+        (model.module, f"model.module={model.module}", f"the families {', '.join(families)}"),
+        (model.family not in families, f"model.family={model.family}", f"the families {', '.join(families)}"),
+        (kind not in positions, f"model.rope_scaling={scaling}", f"the types {', '.join(positions)}"),
+    ):
+        if wrong:
+            raise cannot(trainer, what, fits)
+
+
+def common(plan: Plan, model: ModelConfig) -> list[str]:
+    """Return what no other trainer does: sentences about the plan's batch, compression and placement, and the model."""
     found = []
     if plan.batch.data_micro_batches:
         found.append(

@@ -3,15 +3,18 @@
 The mesh's axes are data, stage and tensor, slowest first, so ranks count as the plan's positions do.
 
 References:
-    AI-Hypercomputer/maxtext, maxtext/configs/base.yml, 0.2.5.
+    AI-Hypercomputer/maxtext, maxtext/configs/base.yml, maxtext/layers/embeddings.py and
+    maxtext/models/{llama2,mistral,qwen2,qwen3}.py, 0.2.5.
 """
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
 from paxtrain.model.parameters import traits
-from planner.export.exported import Exported, common, mesh_ranks
+from planner.export.exported import USUAL_LLAMA3, Exported, cannot, common, mesh_ranks, require_known
 
+_DECODERS = {"gpt2": "gpt3", "llama": "llama2", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
+_LLAMA3 = {"factor": 8, **USUAL_LLAMA3}  # its constants
 _REMAT = {"inputs": "full", "layer_inputs": "full", "dots": "minimal", "residuals": "none"}
 
 
@@ -22,6 +25,9 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
         plan: the plan.
         model: the model that it is for.
         layers: layers of each virtual stage, in the order of the model.
+
+    Raises:
+        UserError: MaxText cannot be told of the model.
     """
     where = mesh_ranks(plan, (DATA, PIPE, TENSOR))
     settings = {**_model(model), **_parallel(plan, layers)}
@@ -42,9 +48,12 @@ def _written(value: object) -> str:
 
 def _model(model: ModelConfig) -> dict[str, object]:
     """Return the settings of the model's shape."""
+    require_known("MaxText", model, tuple(_DECODERS), ("default", "linear", "llama3"))
     gated, rotary = traits(model).gated, traits(model).rotary
+    if window := model.options.get("sliding_window"):
+        raise cannot("MaxText", f"model.options.sliding_window={window}", "0")
     return {
-        "decoder_block": "llama2" if gated else "gpt3",
+        "decoder_block": _DECODERS[model.family],
         "base_emb_dim": model.hidden,
         "base_num_query_heads": model.heads,
         "base_num_kv_heads": model.key_value_heads,
@@ -58,10 +67,26 @@ def _model(model: ModelConfig) -> dict[str, object]:
         "max_target_length": model.sequence,
         "normalization_layer_epsilon": model.norm_epsilon,
         **({"rope_max_timescale": round(model.rope_theta)} if rotary else {"trainable_position_size": model.sequence}),
+        **_positions(model),
+        **{"qwen2": {"attention_bias": True}, "qwen3": {"use_qk_norm": True}}.get(model.family, {}),
         "dtype": model.dtype,
         "reset_attention_mask": model.separator >= 0,
         **({"mmap_eod_id": model.separator, "packing_max_segments_per_sample": 0} if model.separator >= 0 else {}),
     }
+
+
+def _positions(model: ModelConfig) -> dict[str, object]:
+    """Return the settings of scaled positions.
+
+    Raises:
+        UserError: they are not MaxText's constants.
+    """
+    kind = model.rope_scaling.get("rope_type")
+    if kind != "llama3":
+        return {"rope_linear_scaling_factor": model.rope_scaling["factor"]} if kind else {}
+    if other := [name for name, usual in _LLAMA3.items() if model.rope_scaling[name] != usual]:
+        raise cannot("MaxText", f"model.rope_scaling.{other[0]}={model.rope_scaling[other[0]]}", str(_LLAMA3[other[0]]))
+    return {"rope_type": "llama3.1"}
 
 
 def _parallel(plan: Plan, layers: tuple[int, ...]) -> dict[str, object]:

@@ -3,16 +3,19 @@
 Ranks count tensor fastest, then data, then pipe; with --use-tp-pp-dp-mapping tensor, pipe, data.
 
 References:
-    NVIDIA/Megatron-LM, megatron/training/arguments.py, core_v0.19.2.
+    NVIDIA/Megatron-LM, megatron/training/arguments.py and, for positions, norms of heads and windows,
+    megatron/core/{models/common/embeddings/rotary_pos_embedding,transformer/attention,transformer/utils}.py,
+    core_v0.19.2.
 """
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
-from paxtrain.model.parameters import traits
+from paxtrain.model.parameters import architecture, traits
 from paxtrain.schedule.schedules import spec_of
-from planner.export.exported import Exported, best_order, common, runs
+from planner.export.exported import USUAL_LLAMA3, Exported, best_order, cannot, common, require_known, runs
 
+_FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 _ORDERS = {"": (PIPE, DATA, TENSOR), "--use-tp-pp-dp-mapping": (DATA, PIPE, TENSOR)}
 _SAVES = {
     "inputs": "keeps only what a stage begins with; --recompute-num-layers of a whole stage comes near",
@@ -27,6 +30,9 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
         plan: the plan.
         model: the model that it is for.
         layers: layers of each virtual stage, in the order of the model.
+
+    Raises:
+        UserError: Megatron-LM cannot be told of the model.
     """
     mapping, where = best_order(plan, _ORDERS)
     lines = [*_model(model), *_parallel(plan, layers), *_memory(plan, layers), *([mapping] if mapping else [])]
@@ -41,6 +47,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
 
 def _model(model: ModelConfig) -> list[str]:
     """Return the flags of the model's shape."""
+    require_known("Megatron-LM", model, _FAMILIES, ("default", "linear", "llama3"))
     facts = traits(model)
     lines = [
         f"--num-layers {model.layers}",
@@ -56,17 +63,53 @@ def _model(model: ModelConfig) -> list[str]:
     ]
     if model.key_value_heads != model.heads:
         lines += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
-    if facts.gated:
-        lines.append("--swiglu")
-    if not facts.biases:
-        lines += ["--normalization RMSNorm", "--disable-bias-linear"]
+    if model.head_size:
+        lines.append(f"--kv-channels {model.head_size}")
+    if model.family != "gpt2":
+        lines += ["--swiglu", "--normalization RMSNorm", "--disable-bias-linear"]
     if facts.rotary:
-        lines += ["--position-embedding-type rope", f"--rotary-base {round(model.rope_theta)}"]
+        lines += ["--position-embedding-type rope", f"--rotary-base {round(model.rope_theta)}", *_positions(model)]
+    lines += {"qwen2": ["--add-qkv-bias"], "qwen3": ["--qk-layernorm"]}.get(model.family, [])
+    if window := _option(model, "sliding_window", 0):
+        lines.append(f"--window-size {window - 1},0")  # tokens before and after the one that looks
     if model.separator >= 0:
         lines.append("--dataloader-inter-document-masking")
     if not model.tied_head:
         lines.append("--untie-embeddings-and-output-weights")
     return [*lines, *(["--bf16"] if model.dtype == "bfloat16" else [])]
+
+
+def _option(model: ModelConfig, name: str, without: float) -> float:
+    """Return an option of the model's architecture, or what its absence means."""
+    one = architecture(model)
+    return one.option(model, name) if name in one.options else without
+
+
+def _positions(model: ModelConfig) -> list[str]:
+    """Return the flags of scaled positions, of those on a part of a head, and of layers without.
+
+    Raises:
+        UserError: the flags cannot say them.
+    """
+    kind, lines = model.rope_scaling.get("rope_type", "default"), []
+    factor = model.rope_scaling.get("factor", 1)
+    if kind == "linear":
+        if factor % 1:
+            raise cannot("Megatron-LM", f"model.rope_scaling.factor={factor}", "a whole number")
+        lines.append(f"--rotary-seq-len-interpolation-factor {int(factor)}")
+    if kind == "llama3":
+        if other := [name for name, usual in USUAL_LLAMA3.items() if model.rope_scaling[name] != usual]:
+            what = f"model.rope_scaling.{other[0]}={model.rope_scaling[other[0]]}"
+            raise cannot("Megatron-LM", what, str(USUAL_LLAMA3[other[0]]))
+        lines += ["--use-rope-scaling", f"--rope-scaling-factor {factor}"]
+    if (share := _option(model, "partial_rotary_factor", 1.0)) < 1:
+        lines.append(f"--rotary-percent {share}")
+    if interval := _option(model, "no_rope_layer_interval", 0):
+        if model.layers % interval:
+            what = f"model.options.no_rope_layer_interval={interval} with model.layers={model.layers}"
+            raise cannot("Megatron-LM", what, "a divisor of the layers")
+        lines.append(f"--no-rope-freq {interval}")
+    return lines
 
 
 def _parallel(plan: Plan, layers: tuple[int, ...]) -> list[str]:

@@ -1,18 +1,17 @@
 """A plan as a configuration for torchtitan, in Python as torchtitan 0.3 takes it.
 
 Ranks count tensor fastest, then data, then pipe. torchtitan's own configurations have sizes, rotary angles and a head
-of their own, so the model is written out; everything else is that of its Llama 3 of 8B.
+of their own, so the model is written out; everything else is that of its Llama 3 of 8B, or its Qwen 3 of 14B.
 
 References:
-    pytorch/torchtitan, torchtitan/config/configs.py, torchtitan/models/llama3/__init__.py and
-    torchtitan/distributed/pipeline_parallel.py, 0.3.0.
+    pytorch/torchtitan, torchtitan/config/configs.py, torchtitan/models/{llama3,qwen3}/__init__.py,
+    torchtitan/models/common/rope.py and torchtitan/distributed/pipeline_parallel.py, 0.3.0.
 """
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
-from paxtrain.errors import UserError
-from planner.export.exported import Exported, common, mesh_ranks
+from planner.export.exported import Exported, cannot, common, mesh_ranks, require_known
 
 _SCHEDULES = {
     "1f1b": "1F1B",
@@ -25,28 +24,33 @@ _RECOMPUTED = {"inputs": "FullAC", "layer_inputs": "FullAC", "dots": "SelectiveA
 _MODEL = """
 
 def model():
-    layers = llama3._build_llama3_layers(
+    layers = {package}._build_{package}_layers(
         n_layers={model.layers},
         dim={model.hidden},
         n_heads={model.heads},
-        n_kv_heads={model.key_value_heads},
+        n_kv_heads={model.key_value_heads},{head}
         hidden_dim={model.ffn},
-        rope=ComplexRoPE.Config(dim={model.head_dim}, max_seq_len={model.sequence}, theta={model.rope_theta}),
+        rope={rope}.Config(dim={model.head_dim}, max_seq_len={model.sequence}, theta={model.rope_theta}{scaling}),
         attn_backend="flex",
     )
     for layer in layers:
-        layer.attention_norm.eps = layer.ffn_norm.eps = {model.norm_epsilon}
+        layer.attention_norm.eps = layer.ffn_norm.eps = {model.norm_epsilon}{head_norms}
     dim, vocab = {model.hidden}, {model.padded_vocab}
-    return llama3.Llama3Model.Config(
+    return {package}.{kind}.Config(
         dim=dim,
         vocab_size=vocab,
         enable_weight_tying={tied},
-        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=llama3.{init}),
-        norm=RMSNorm.Config(normalized_shape=dim, eps={model.norm_epsilon}, param_init=llama3._NORM_INIT),
-        lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=llama3._output_linear_init(dim)),
+        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init={package}.{init}),
+        norm=RMSNorm.Config(normalized_shape=dim, eps={model.norm_epsilon}, param_init={package}._NORM_INIT),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init={package}.{head_init}),
         layers=layers,
     )
 """
+# Of each family: package, class, positions, first values of the head, and the trainer's own configuration.
+_FAMILIES = {
+    "llama": ("llama3", "Llama3Model", "ComplexRoPE", "_output_linear_init(dim)", "llama3_8b"),
+    "qwen3": ("qwen3", "Qwen3Model", "CosSinRoPE", "_LINEAR_INIT", "qwen3_14b"),
+}
 
 
 def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
@@ -58,10 +62,12 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
         layers: layers of each virtual stage, in the order of the model.
 
     Raises:
-        UserError: the model is no Llama.
+        UserError: torchtitan cannot be told of the model.
     """
-    if model.family != "llama":
-        raise UserError(f"torchtitan has no model of the family {model.family}; --to=megatron or maxtext would work")
+    positions = ("default", "llama3") if model.family == "llama" else ("default",)
+    require_known("torchtitan", model, tuple(_FAMILIES), positions)
+    if model.head_size and model.family == "llama":
+        raise cannot("torchtitan", f"a llama with model.head_size={model.head_size}", "0, or model.family=qwen3")
     where = mesh_ranks(plan, (PIPE, DATA, TENSOR))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}
     program = "-m torchtitan.train --module torchtitan_plan --config planned --hf_assets_path=..."
@@ -86,9 +92,31 @@ def _tied(plan: Plan, model: ModelConfig) -> bool:
     return model.tied_head and plan.mesh.pipe == 1
 
 
+def _model(model: ModelConfig, tied: bool) -> list[str]:
+    """Return the lines that make the model."""
+    package, kind, rope, head_init, _ = _FAMILIES[model.family]
+    names = {"factor": "scaling_factor"}  # the others have Hugging Face's
+    scaling = [f"{names.get(name, name)}={value}" for name, value in model.rope_scaling.items() if name != "rope_type"]
+    own = model.family == "qwen3"
+    norms = "layer.attention.qk_norm.eps"
+    return _MODEL.format(
+        model=model,
+        package=package,
+        kind=kind,
+        rope=rope,
+        scaling="".join(f", {one}" for one in ['scaling="llama"', *scaling]) if scaling else "",
+        head=f"\n        head_dim={model.head_dim}," if own else "",
+        head_norms=f"\n        {norms} = {model.norm_epsilon}" if own else "",
+        tied=tied,
+        init=f"_EMBEDDING_{'SKIP_' * tied}INIT",
+        head_init=head_init,
+    ).splitlines()
+
+
 def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> str:
     """Return the Python file that torchtitan imports."""
     mesh, batch, tied = plan.mesh, plan.batch, _tied(plan, model)
+    package, _, rope, _, whole = _FAMILIES[model.family]
     shard, replicate = (mesh.data, 1) if mesh.zero1 else (1, mesh.data)
     recomputed = _RECOMPUTED[plan.pipeline.save]
     local = batch.global_batch // mesh.data if mesh.pipe > 1 else batch.micro_batch
@@ -97,14 +125,14 @@ def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> s
         "",
         "from torchtitan.config import ParallelismConfig",
         *([f"from torchtitan.distributed.activation_checkpoint import {recomputed}"] if recomputed else []),
-        "from torchtitan.models import llama3",
-        "from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm",
-        "from torchtitan.models.llama3.config_registry import llama3_8b",
-        *_MODEL.format(model=model, tied=tied, init=f"_EMBEDDING_{'SKIP_' * tied}INIT").splitlines(),
+        f"from torchtitan.models import {package}",
+        f"from torchtitan.models.common import {rope}, Embedding, Linear, RMSNorm",
+        f"from torchtitan.models.{package}.config_registry import {whole}",
+        *_model(model, tied),
         "",
         "",
         "def planned():",
-        "    config = llama3_8b()",
+        f"    config = {whole}()",
         '    config.model_spec.flavor, config.model_spec.model = "planned", model()',
         f"    config.loss.loss_fn.global_vocab_size = {model.padded_vocab}",
         f"    config.training.local_batch_size = {local}",

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -13,10 +14,11 @@ import pytest
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.config import plan as plans
+from paxtrain.config.options import OptionValues
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from planner.export import maxtext, megatron, torchtitan
-from planner.export.exported import mesh_ranks
+from planner.export.exported import USUAL_LLAMA3, mesh_ranks
 from tests import mains
 from tests.compress_settings import compression
 
@@ -229,7 +231,7 @@ def test_torchtitan_gets_a_configuration_that_runs(monkeypatch, tmp_path):
     layers = [name for names in p.module_fqns_per_model_part for name in names if name.startswith("layers.")]
     assert layers == [f"layers.{n}" for n in range(32)]
     assert any("head has a table of its own" in words for words in found.inexpressible)  # MODEL ties it
-    with pytest.raises(UserError, match="no model of the family gpt2; --to=megatron or maxtext would work"):
+    with pytest.raises(UserError, match=r"cannot be told of model\.family=gpt2; the families llama, qwen3 would work"):
         torchtitan.export(plan(), ModelConfig(layers=32), (8,) * 4)
 
 
@@ -282,3 +284,86 @@ def test_the_command_says_which_step_to_expect_of_the_trainers_schedule(monkeypa
         for to in ("megatron", "torchtitan", "maxtext"):
             assert mains.run(monkeypatch, main, *base, f"--to={to}") == 0
             assert (words in capsys.readouterr().out) is (to in runs_it)
+
+
+# --- Families ---------------------------------------------------------------------------------------------------------
+
+
+def of(family: str, **changes) -> ModelConfig:
+    """Return a model of a family; options and scaled positions may be plain dicts."""
+    made = {name: OptionValues(value) if isinstance(value, dict) else value for name, value in changes.items()}
+    return dataclasses.replace(MODEL, family=family, **made)
+
+
+def llama3(factor: float, **changes) -> dict:
+    return {"rope_type": "llama3", "factor": factor, **USUAL_LLAMA3, **changes}
+
+
+@pytest.mark.parametrize(
+    ("model", "lines"),
+    [
+        (of("qwen2"), {"--add-qkv-bias", "--disable-bias-linear"}),
+        (of("qwen3", head_size=64), {"--qk-layernorm", "--kv-channels 64"}),
+        (of("mistral", options={"sliding_window": 4096}), {"--window-size 4095,0"}),
+        (of("phi3", options={"partial_rotary_factor": 0.75}), {"--rotary-percent 0.75"}),
+        (of("smollm3"), {"--no-rope-freq 4"}),
+        (of("llama", rope_scaling=llama3(32.0)), {"--use-rope-scaling", "--rope-scaling-factor 32.0"}),
+        (of("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}), {"--rotary-seq-len-interpolation-factor 4"}),
+    ],
+    ids=lambda x: getattr(x, "family", None),
+)
+def test_megatron_is_told_what_is_a_familys_own(model, lines):
+    of_llama, found = (
+        set(megatron.export(plan(), one, (8,) * 4).files["megatron.args"].splitlines()) for one in (MODEL, model)
+    )
+    assert lines <= found and lines - of_llama | of_llama == found
+
+
+def test_maxtext_and_torchtitan_are_told_what_is_a_familys_own():
+    def settings(model: ModelConfig) -> set[str]:
+        return set(maxtext.export(plan(), model, (8,) * 4).files["maxtext.args"].splitlines())
+
+    def written(model: ModelConfig) -> str:
+        return torchtitan.export(plan(), model, (8,) * 4).files["torchtitan_plan.py"]
+
+    assert settings(of("qwen2")) - settings(MODEL) == {"decoder_block=qwen2", "attention_bias=true"}
+    assert settings(of("qwen3")) - settings(MODEL) == {"decoder_block=qwen3", "use_qk_norm=true"}
+    assert settings(of("llama", rope_scaling=llama3(8.0))) - settings(MODEL) == {"rope_type=llama3.1"}
+    linear = of("mistral", rope_scaling={"rope_type": "linear", "factor": 4.0})
+    assert settings(linear) - settings(MODEL) == {"decoder_block=mistral", "rope_linear_scaling_factor=4.0"}
+    text = written(of("llama", rope_scaling=llama3(32.0)))
+    assert (
+        'scaling="llama", scaling_factor=32.0, low_freq_factor=1, high_freq_factor=4, '
+        "original_max_position_embeddings=8192)" in text
+    )
+    text = written(of("qwen3", head_size=64, norm_epsilon=1e-4))
+    assert "head_dim=64,\n" in text and "layer.attention.qk_norm.eps = 0.0001" in text
+    assert "CosSinRoPE.Config(dim=64, max_seq_len=8192, theta=10000.0)" in text and "llama3" not in text
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "words"),
+    [
+        (
+            megatron,
+            of("granite"),
+            "model.family=granite; the families gpt2, llama, mistral, phi3, qwen2, qwen3, smollm3",
+        ),
+        (megatron, of("llama", rope_scaling=llama3(8.0, low_freq_factor=2)), "rope_scaling.low_freq_factor=2; 1 would"),
+        (
+            megatron,
+            of("llama", rope_scaling={"rope_type": "linear", "factor": 2.5}),
+            "factor=2.5; a whole number would",
+        ),
+        (megatron, of("smollm3", options={"no_rope_layer_interval": 3}), "interval=3 with model.layers=32; a divisor"),
+        (torchtitan, of("llama", head_size=64), "a llama with model.head_size=64; 0, or model.family=qwen3 would"),
+        (torchtitan, of("qwen3", rope_scaling=llama3(8.0)), "the types default would work"),
+        (maxtext, of("mistral", options={"sliding_window": 9}), "model.options.sliding_window=9; 0 would work"),
+        (maxtext, of("llama", rope_scaling=llama3(32.0)), "model.rope_scaling.factor=32.0; 8 would work"),
+        (maxtext, of("gemma2"), "model.family=gemma2; the families gpt2, llama, mistral, qwen2, qwen3 would work"),
+    ],
+    ids=lambda x: getattr(x, "family", getattr(x, "__name__", "").rpartition(".")[2] or None),
+)
+def test_what_a_trainer_cannot_be_told_is_a_sentence(trainer, model, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        trainer.export(plan(), model, (8,) * 4)

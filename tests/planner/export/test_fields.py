@@ -11,16 +11,19 @@ from paxtrain.config.options import OptionValues
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from planner.export import maxtext, megatron, torchtitan
+from planner.export.exported import USUAL_LLAMA3
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "export.md"
 TRAINERS = {"Megatron-LM": megatron, "torchtitan": torchtitan, "MaxText": maxtext}
 GPT2 = ModelConfig(vocab_size=256, layers=4)
 LLAMA = dataclasses.replace(GPT2, family="llama", tied_head=False, kv_heads=2, intermediate=256, separator=0)
-BASES = [GPT2, LLAMA, *(dataclasses.replace(model, dtype="float32", tied_head=True) for model in (GPT2, LLAMA))]
+MISTRAL, QWEN3 = (dataclasses.replace(LLAMA, family=family) for family in ("mistral", "qwen3"))
+TIED = (dataclasses.replace(model, dtype="float32", tied_head=True) for model in (GPT2, LLAMA))
+BASES = [GPT2, LLAMA, MISTRAL, QWEN3, *TIED]
 # Other values than those of the bases.
 VALUES = {
     "module": ("tests.paxtrain.model.parallel_block:ParallelBlock",),
-    "family": ("gpt2", "llama"),
+    "family": ("gpt2", "llama", "qwen2", "gemma2"),
     "vocab_size": (384, 500),
     "vocab_multiple": (512,),
     "layers": (8,),
@@ -28,7 +31,11 @@ VALUES = {
     "heads": (8,),
     "kv_heads": (1,),
     "head_size": (64,),
-    "rope_scaling": (OptionValues({"rope_type": "linear", "factor": 2.0}),),
+    "rope_scaling": (
+        OptionValues({"rope_type": "linear", "factor": 2.0}),
+        OptionValues({"rope_type": "llama3", "factor": 8.0, **USUAL_LLAMA3}),
+        OptionValues({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}),
+    ),
     "options": (OptionValues({"sliding_window": 8}),),
     "intermediate": (512,),
     "sequence": (256,),

@@ -15,10 +15,12 @@ import pytest
 
 from experiments.environment import Environment
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
+from paxtrain.config.options import OptionValues
 from paxtrain.config.plan import Plan
 from paxtrain.huggingface import architectures
 from paxtrain.model import transformer
 from planner.export import maxtext, megatron, torchtitan
+from planner.export.exported import USUAL_LLAMA3
 from tests.planner.export import cases
 from tests.planner.export.cases import DEVICES, GPT2, LLAMA, Case
 
@@ -114,6 +116,31 @@ def test_megatron_understands_all_plans(megatrons):
         whole = {"inputs": max(case.layers), "layer_inputs": 1}.get(case.plan.pipeline.save)
         recompute = {"dots": ["selective", None, None], "residuals": [None, None, None]}
         assert found["recompute"] == recompute.get(case.plan.pipeline.save, ["full", "uniform", whole])
+
+
+OWN = {"kv_channels": 128, "add_qkv_bias": False, "qk_layernorm": False, "window_size": None, "no_rope_freq": None}
+OWN |= {"rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False}
+
+
+def test_megatron_understands_what_is_a_familys_own(tmp_path):
+    linear, long = {"rope_type": "linear", "factor": 4.0}, {"rope_type": "llama3", "factor": 8.0, **USUAL_LLAMA3}
+    families = [
+        ("qwen2", {}, {"add_qkv_bias": True}),
+        ("qwen3", {"head_size": 64}, {"qk_layernorm": True, "kv_channels": 64}),
+        ("mistral", {"options": {"sliding_window": 4096}}, {"window_size": [4095, 0]}),
+        ("phi3", {"options": {"partial_rotary_factor": 0.75}}, {"rotary_percent": 0.75}),
+        ("smollm3", {}, {"no_rope_freq": [0, 0, 0, 1] * 8}),
+        ("llama", {"rope_scaling": linear}, {"rotary_seq_len_interpolation_factor": 4}),
+        ("llama", {"rope_scaling": long}, {"use_rope_scaling": True}),
+    ]
+    texts = []
+    for family, changes, _ in families:
+        values = {name: OptionValues(value) if isinstance(value, dict) else value for name, value in changes.items()}
+        model = dataclasses.replace(LLAMA, family=family, **values)
+        texts.append(text("megatron", dataclasses.replace(ALL[0], model=model)))
+    for found, (family, _, own) in zip(ask("megatron", texts, tmp_path), families, strict=True):
+        assert found["own"] == OWN | own, family
+        assert found["gated"] and found["rotary"] == LLAMA.rope_theta
 
 
 def test_megatron_refuses_what_is_wrong(tmp_path):
@@ -240,6 +267,11 @@ SMALL_MODELS = {
     "llama": SMALL_LLAMA,
     "llama with a head": dataclasses.replace(SMALL_LLAMA, tied_head=False),
     "llama with documents": dataclasses.replace(SMALL_LLAMA, tied_head=False, separator=0),
+    "llama with long positions": dataclasses.replace(
+        SMALL_LLAMA, rope_scaling=OptionValues({"rope_type": "llama3", "factor": 8.0, **USUAL_LLAMA3})
+    ),
+    "qwen3": dataclasses.replace(SMALL_LLAMA, family="qwen3", head_size=24),
+    "qwen3 with a head": dataclasses.replace(SMALL_LLAMA, family="qwen3", tied_head=False),
     "gpt2 with documents": dataclasses.replace(SMALL, tied_head=False, separator=0),
 }
 ALONE = Plan(MeshConfig(), PipelineConfig("1f1b", save="residuals"), BatchConfig(2, 2), CompressConfig(), ("a",), 1)
@@ -286,6 +318,8 @@ WRONG = {
         ("llama", "theta=500000.0", 'theta=5e5, scaling="llama", original_max_position_embeddings=32'),
         ("llama", ".eps = 0.001", ".eps = 1e-05"),
         ("llama", 'mixed_precision_param = "float32"', 'mixed_precision_param = "bfloat16"'),
+        ("llama with long positions", 'scaling="llama"', 'scaling="none"'),
+        ("qwen3", "qk_norm.eps = 0.001", "qk_norm.eps = 0.1"),
     ],
 }
 
@@ -293,8 +327,10 @@ WRONG = {
 @pytest.mark.parametrize("trainer", WRONG)
 def test_a_trainers_own_model_computes_what_ours_does(trainer, tmp_path):
     """Loss and logits of the same weights and tokens are ours, and are not with a setting that is wrong."""
-    families = ("gpt2", "llama") if trainer == "maxtext" else ("llama",)
+    families = ("gpt2", "llama") if trainer == "maxtext" else ("llama", "qwen3")
     models = {name: model for name, model in SMALL_MODELS.items() if model.family in families}
+    if trainer == "maxtext":
+        del models["llama with long positions"]  # whose dims turn in other pairs there
     exports = {name: TRAINERS[trainer].export(ALONE, model, (model.layers,)) for name, model in models.items()}
     texts = {name: exported.files[FILES[trainer]] for name, exported in exports.items()}
     paths = {name: arrays_of(model, tmp_path / f"{name}.npz") for name, model in models.items()}

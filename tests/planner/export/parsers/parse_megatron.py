@@ -24,6 +24,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.training import arguments
 
 HOPPER = 9
+OF_MODEL = ("kv_channels", "add_qkv_bias", "qk_layernorm", "window_size", "no_rope_freq")
+OF_POSITIONS = ("rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
 # What a plan says nothing about, and validate_args asks for; fused rotary positions would need Transformer Engine.
 OTHERS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50256 --lr 1e-4 --train-iters 10 --no-rope-fusion"
 
@@ -87,6 +89,8 @@ def understood(text: str, devices: int) -> dict:
         "rotary": args.rotary_base if args.position_embedding_type == "rope" else None,
         "dropout": [config.hidden_dropout, config.attention_dropout],
         "documents_apart": args.dataloader_inter_document_masking,
+        "own": {name: getattr(config, name) for name in OF_MODEL}
+        | {name: getattr(args, name) for name in OF_POSITIONS},
     }
 
 
