@@ -2,5 +2,5 @@
 
 trials.py                               the table's columns, its rows, reading and writing
 published.py logs.py                    files that others published, and logs of runs, as rows
-trainers.py nanotron.py                what predictions need to know of a trainer; how nanotron splits layers
+trainers.py nanotron.py                 what predictions need to know of a trainer; how nanotron splits layers
 """
