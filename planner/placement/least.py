@@ -180,7 +180,8 @@ def cycles(links: CaseLinks, sizes: Mapping[str, float], swapped: float, pipelin
     pairs = np.triu_indices(hosts, 1)
     count = len(pairs[0])
     along = sum(links.across(size) if name == "activation" else links.across(size).T for name, size in sizes.items())
-    hop, swap = np.minimum(along, np.transpose(along))[pairs], links.exchange(swapped)[pairs] * bool(swapped)
+    hop = np.minimum(along, np.transpose(along))[pairs]
+    swap = links.exchange(swapped)[pairs] if swapped else np.zeros(count)
     touches = sparse.csr_array((np.ones(2 * count), (np.concatenate(pairs), np.tile(np.arange(count), 2))))
     found = linprog(
         np.concatenate([hop, swap]) / hop.min(),

@@ -183,3 +183,4 @@ def test_all_hops_and_exchanges_of_the_ends_are_bounded_together(seed, pipelines
     apart = ~np.eye(6, dtype=bool)
     alone = (6 - pipelines) * (there[apart].min() + back[apart].min()) + pipelines * exchange[apart].min()
     assert 1.05 * alone < bound <= best < 1.15 * bound
+    assert 0 < least.cycles(links, sizes, 0.0, pipelines) < bound  # of a head that is not tied
