@@ -49,6 +49,7 @@ class SplitVjp:
         traced: the jaxpr of F, over the leaves of its arguments; its results are the output and all residuals.
         output: shapes and dtypes of the function's output, a tree.
         kept: shapes and dtypes of the residuals that are not weights.
+        traced: jaxpr of F, whose outputs are the function's and all residuals.
 
     Raises:
         UserError: a copy of a weight would be kept.

@@ -123,7 +123,7 @@ class MemoryAnswer:
         return self.fitting > 0
 
     def text(self) -> str:
-        """Return the answer for a terminal."""
+        """Return the answer for a terminal: whether, on how few devices, what to change; then what takes how much."""
         cluster, least = self.cluster, min(self.uses.values(), key=lambda use: use.total)
         kinds = ", ".join(dict.fromkeys(cluster.kinds))
         where = f"{cluster.name}: {hosts(len(cluster.hosts))} x {cluster.devices_per_host} {kinds}"
@@ -134,14 +134,14 @@ class MemoryAnswer:
                 f"it does not fit: the leanest of {self.candidates:,} plans takes {over} more than {_gb(self.limit)}"
             )
         lines = [
-            *labelled("model", f"{parameters.published(self.model):,} parameters, global batch {self.global_batch}"),
-            *labelled("cluster", where),
             *labelled("answer", words),
+            *labelled("fewest", self._fewest()),
+            *(line for change in self.changes for line in labelled("change", _change_words(change))),
             "",
             *aligned(self._table(), words=(0,)),
             "",
-            *labelled("fewest", self._fewest()),
-            *(line for change in self.changes for line in labelled("change", _change_words(change))),
+            *labelled("model", f"{parameters.published(self.model):,} parameters, global batch {self.global_batch}"),
+            *labelled("cluster", where),
             *labelled("source", f"{self.source}; the limit is {self.limit / cluster.memory.min():.0%} of a device"),
         ]
         return "\n".join(lines)

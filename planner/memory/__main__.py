@@ -1,7 +1,7 @@
 """Answer whether a model fits a cluster: python -m planner.memory --model=gpt_8b --cluster=a100_16x8.
 
-It prints whether it fits, what takes how much of a device's memory, on how few devices it would fit, and what to
-change. The flags of planner.plan that narrow a plan narrow what is looked at. The exit code is 1 if nothing fits.
+It prints whether it fits, on how few devices it would, what to change, and what takes how much of a device's memory.
+The flags of planner.plan that narrow a plan narrow what is looked at. The exit code is 1 if nothing fits.
 """
 
 import json

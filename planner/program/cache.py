@@ -54,12 +54,17 @@ def _program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save:
     with contextlib.suppress(ValueError, TypeError):  # somebody else's value
         if (stored := files.kept(path)) is not None:
             return _parse(stored)
-    from planner.program import reading  # here, since it imports jax, which takes long
-
-    found = reading.read(model, mesh, sequence_parallel, save, kind)
+    found = _all_saves(model, mesh, sequence_parallel, kind)[save]
     if not model.module:  # whose source may change unseen
         files.keep(path, found)
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _all_saves(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, kind: str) -> dict[str, LayerProgram]:
+    from planner.program import reading  # here, since it imports jax, which takes long
+
+    return reading.read(model, mesh, sequence_parallel, kind)
 
 
 @functools.cache

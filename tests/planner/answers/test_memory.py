@@ -32,7 +32,9 @@ def test_what_fits_is_counted_and_the_leanest_is_the_leanest():
     quickest = answer.uses["quickest by its bound"]
     assert quickest.total <= answer.limit and quickest.bound == pytest.approx(search.bounds.min())
     text = answer.text()
-    assert "it fits" in text and "optimizer state" in text and all(len(line) <= 120 for line in text.splitlines())
+    assert text.startswith("answer  it fits: ") and all(len(line) <= 120 for line in text.splitlines())
+    asked = [text.index(f"\n{word} ") for word in ("fewest", "change", "GB a device", "model", "cluster", "source")]
+    assert asked == sorted(asked) and "optimizer state" in text
 
 
 def test_the_fewest_devices_are_enough_and_half_of_them_are_not():
