@@ -64,7 +64,6 @@ _OF_RANKS = ("stage_layers", "schedule", "virtual_stages", "data_micro_batches",
 _OF_MODELS = ("model", "family", "kv_heads", "ffn", "tied_head", "experts", "top_k", "expert_ffn")
 _OF_PLANS = ("context", "expert", "sequence_parallel", "sharding", "shard_group", "precision")
 _OF_RESULTS = ("memory_gb", "failed")
-_BYTES_OF = {"memory": "memory_gb", "device_bytes": "device_gb"}
 OPTIONAL = ("trainer", *_OF_HOSTS, *_OF_RANKS, *_OF_MODELS, *_OF_PLANS, *_OF_RESULTS)
 COLUMNS = (
     *("cluster", "trainer", "devices", "devices_per_host"),
@@ -429,7 +428,8 @@ def parse(columns: dict[str, str]) -> Trial:
         sequence_parallel=_flag("sequence_parallel", row["sequence_parallel"], False),
         sharding=_choice("sharding", row["sharding"], SHARDINGS, "none"),
         precision=_choice("precision", row["precision"], PRECISIONS, dtype),
-        **{field: _gigabytes(name, row[name]) for field, name in _BYTES_OF.items()},
+        memory=_gigabytes("memory_gb", row["memory_gb"]),
+        device_bytes=_gigabytes("device_gb", row["device_gb"]),
         failed=_flag("failed", row["failed"], False),
         **n,
         **more,
