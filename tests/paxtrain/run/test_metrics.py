@@ -4,6 +4,7 @@ import io
 import json
 import pathlib
 import struct
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +58,7 @@ def test_wandb_has_one_run_of_all_starts(tmp_path, monkeypatch):
     for resumed, loss in ((None, 1.25), (1, 2.375), (None, 3.75)):
         with Metrics(tmp_path, True, resumed, loggers=("wandb", "tensorboard"), config={"seed": 77321}) as writer:
             writer.write(1 + (resumed or 0), {"loss": loss, "validation_loss/web": float("nan")})
+        time.sleep(1.1)  # wandb's folders have the second in their names
     folders = sorted(path for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run"))
     first, second, anew = (folder.name.rpartition("-")[2] for folder in folders)
     assert first == second != anew == (tmp_path / metrics.WANDB_ID).read_text()
