@@ -1,15 +1,17 @@
-"""GPT-NeoX: attention and feed-forward side by side, rotary positions on a quarter of a head, LayerNorm, biases.
+"""GPT-NeoX: attention and feed-forward side by side, rotary positions on a part of a head, LayerNorm, biases.
 
 References:
     Black et al. 2022, "GPT-NeoX-20B"; Biderman et al. 2023, "Pythia".
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
 from paxtrain.config.checks import require
+from paxtrain.config.options import OptionValues
 from paxtrain.model import rotary, spec
 from paxtrain.model.spec import Architecture, Demand, Parameter, Params, bias, norm, vocabulary
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
     from paxtrain.model.context import LayerContext
 
-ROTARY = 0.25  # of a head's dims
 NAMES = "gpt_neox.layers.{}."
 
 
@@ -38,9 +39,10 @@ def layer_norm(path: str, lead: str, name: str) -> tuple[Parameter, Parameter]:
 
 class GPTNeoX(Architecture):
     model_types = ("gpt_neox",)
+    options = MappingProxyType({"rotary_pct": 0.25, "use_parallel_residual": True})
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
-        rotary.check(config, ROTARY)
+        rotary.check(config, self.option(config, "rotary_pct"))
         require(
             config.key_value_heads == config.heads,
             f"GPT-NeoX has keys and values for each head: model.kv_heads={config.kv_heads} with "
@@ -58,17 +60,21 @@ class GPTNeoX(Architecture):
         )
 
     def layer(self, p: Params, x: "jax.Array", c: "LayerContext") -> "jax.Array":
-        dim, turns = c.config.head_dim, nn.turns(c.config, share=ROTARY)
+        dim, turns = c.config.head_dim, nn.turns(c.config, share=self.option(c.config, "rotary_pct"))
         h = nn.enter(nn.norm(p["ln1"], x, c.config.norm_epsilon), c.group)
         qkv = nn.heads(nn.columns(p["qkv"], h, "qkv"), 3 * dim)
         q, k, v = (qkv[..., i * dim : (i + 1) * dim] for i in range(3))
         attended = nn.rows(p["out"], nn.attend(nn.rotate(q, turns), nn.rotate(k, turns), v, c), c.group)
+        after = x + nn.dropped(attended, c, 1)
+        if not self.option(c.config, "use_parallel_residual"):
+            x = after = nn.middle(after)
 
         h = nn.enter(nn.norm(p["ln2"], x, c.config.norm_epsilon), c.group)
         wide = nn.exact_gelu(nn.columns(p["up"], h, "up"))
-        return x + nn.dropped(attended, c, 1) + nn.dropped(nn.rows(p["down"], wide, c.group), c, 2)
+        return after + nn.dropped(nn.rows(p["down"], wide, c.group), c, 2)
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
+        share = self.option(config, "rotary_pct")
         return {
             "architectures": ["GPTNeoXForCausalLM"],
             "hidden_size": config.hidden,
@@ -77,16 +83,16 @@ class GPTNeoX(Architecture):
             "num_attention_heads": config.heads,
             "max_position_embeddings": config.sequence,
             "layer_norm_eps": config.norm_epsilon,
-            "rotary_pct": ROTARY,
+            "rotary_pct": share,
             "rotary_emb_base": config.rope_theta,
-            **rotary.to_huggingface(config, partial_rotary_factor=ROTARY),
-            "use_parallel_residual": True,
+            **rotary.to_huggingface(config, partial_rotary_factor=share),
+            "use_parallel_residual": self.option(config, "use_parallel_residual"),
             "hidden_act": "gelu",
             "attention_bias": True,
         }
 
     def from_huggingface(self, values: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Demand]]:
-        share = values.get("rotary_pct", ROTARY)
+        share = values.get("rotary_pct", 0.25)
         base = values.get("rotary_emb_base", 10_000.0)
         theta, scaling, share = rotary.from_huggingface({"partial_rotary_factor": share, **values}, base)
         fields = {
@@ -99,10 +105,11 @@ class GPTNeoX(Architecture):
             "norm_epsilon": values.get("layer_norm_eps", 1e-5),
             "rope_theta": theta,
             "rope_scaling": scaling,
+            "options": OptionValues(
+                {"rotary_pct": share, "use_parallel_residual": values.get("use_parallel_residual", True)}
+            ),
         }
         return fields, {
-            "rotary_pct": (share, (ROTARY,)),
-            "use_parallel_residual": (values.get("use_parallel_residual", True), (True,)),
             "hidden_act": (values.get("hidden_act", "gelu"), ("gelu",)),
             "attention_bias": (values.get("attention_bias", True), (True,)),
         }

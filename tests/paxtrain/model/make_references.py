@@ -55,6 +55,11 @@ MODELS = {
         {**SIZES, **OF_ROTARY, "num_attention_heads": 2, "layer_norm_eps": 1e-4}
         | {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
     ),
+    "gpt_neox_serial": (
+        "gpt_neox",
+        {**SIZES, **OF_ROTARY, "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+        | {"use_parallel_residual": False, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
+    ),
     "llama_llama3": ("llama", {**SMALL, "rope_parameters": {**LLAMA3, **ORIGINAL}}),
     "qwen2": ("qwen2", SMALL),
     "qwen3": ("qwen3", {**SMALL, "rope_parameters": {**YARN, **ORIGINAL}}),
