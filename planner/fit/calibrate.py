@@ -57,7 +57,8 @@ def ranges(trials: Sequence[Trial]) -> Array:
     unknown = {name for trial in trials for name, known in constants.known(trial).items() if not known}
     widths = [c.wide if c.name in unknown else 1.0 for c in CONSTANTS]
     found = np.array([(c.low / wide, c.high * wide) for c, wide in zip(CONSTANTS, widths)])
-    if trials and all(constants.over_nvlink(trial) for trial in trials):
+    # What launches of an unknown trainer take of a collective passes for latency, since no prior tells them apart.
+    if trials and all(trial.trainer and constants.over_nvlink(trial) for trial in trials):
         found[NAMES.index("intra_latency"), 1] = constants.NVLINK_LATENCY
     return found
 
