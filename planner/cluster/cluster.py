@@ -55,7 +55,7 @@ ASSUMED = Shares()
 
 @dataclasses.dataclass(frozen=True)
 class TrainerExecution:
-    """How a trainer runs a plan, besides the shares of data sheets that it reaches; the default is this trainer.
+    """The way a trainer runs a plan, besides the shares of data sheets that it reaches; the default is this trainer.
 
     Attributes:
         trainer: its name, one of planner/runs/trainers.py.

@@ -116,7 +116,7 @@ class Problem(Sizes):
 
     @functools.cached_property
     def crosses(self) -> bool:
-        """Whether stages exchange messages across hosts: on any placement if a host cannot hold a pipeline."""
+        """True if stages exchange messages across hosts: on any placement if a host cannot hold a pipeline."""
         c = self.candidate
         return c.pipe > 1 and c.pipe * c.seat > self.cluster.devices_per_host
 

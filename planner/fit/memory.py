@@ -25,7 +25,7 @@ _OUTLIER = 0.7  # times the noise
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """What a device holds.
+    """The bytes that a device holds.
 
     Attributes:
         name: its name.

@@ -1,4 +1,4 @@
-"""How sure predicted steps are: intervals of 80%, and the probabilities that one plan is quicker than another.
+"""The certainty of predicted steps: intervals of 80%, and the probabilities that one plan is quicker than another.
 
 Constants are known to within their deviations. Plans are priced under draws of all of them at once, the same for all
 plans. So what plans owe to a constant alike is no reason to doubt which one is quicker. What is left is the model's own
@@ -88,7 +88,7 @@ def _below(logs: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Beliefs:
-    """What is believed of the seconds of some plans.
+    """The belief about the seconds of some plans.
 
     Attributes:
         plans: the plans.

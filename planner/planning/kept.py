@@ -1,4 +1,4 @@
-"""What a search has found, kept on disk under a name that stands for everything that it follows from.
+"""The findings of a search, kept on disk under a name that stands for everything that it follows from.
 
 Planning the same again searches nothing: the kept plans are priced anew, and if a price differs nothing counts as kept.
 """
@@ -34,7 +34,7 @@ _SAME = 1e-9  # share by which a price may differ, since sums of another batch a
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Findings:
-    """What takes long to find.
+    """The findings that take long.
 
     Attributes:
         outcome: the ranked plans and the statistics of the search.

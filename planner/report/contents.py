@@ -33,7 +33,7 @@ class Noise(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """How sure a ranked plan's prediction is.
+    """The certainty of a ranked plan's prediction.
 
     Attributes:
         low: seconds of a step that it stays above with 90%.

@@ -1,4 +1,4 @@
-"""What predictions need to know of a trainer besides the plan that it follows.
+"""Facts of a trainer that predictions need besides the plan that it follows.
 
 Constants have three owners. A device kind has the speeds of its products and of its memory, a cluster the rates and
 latencies of its links, and a trainer the host's time for kernels and messages, the passes over optimizer state and what

@@ -188,7 +188,7 @@ class Trial:
 
     @property
     def beyond(self) -> str:
-        """What of the run no prediction knows: axes, experts, precisions; "" if all is known."""
+        """The part of the run that no prediction knows: axes, experts, precisions; "" if all is known."""
         facts = {
             f"a context axis of {self.context}": self.context > 1,
             f"an expert axis of {self.expert}": self.expert > 1,
