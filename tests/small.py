@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from paxtrain.config import Config, MeshConfig, from_dict
-from paxtrain.config.axes import AXES
+from paxtrain.config.axes import CONTEXT, DATA, PIPE, TENSOR
 from paxtrain.data.preparation import prepare
 from paxtrain.model import transformer
 from paxtrain.outer.trainer import trainer_of
@@ -41,11 +41,11 @@ def config(sizes: tuple[int, ...] = (), batch: tuple[int, int] = (8, 1), **secti
     """Return a configuration of a small model.
 
     Args:
-        sizes: sizes of the axes, in the order of the mesh.
+        sizes: sizes of data, pipe, tensor and context.
         batch: sequences of a global batch and of a micro-batch.
         sections: settings by section, which come before the others.
     """
-    base = {"model": MODEL, "mesh": dict(zip(AXES, sizes)), "batch": dict(zip(("global_batch", "micro_batch"), batch))}
+    base = {"model": MODEL, "mesh": dict(zip((DATA, PIPE, TENSOR, CONTEXT), sizes)), "batch": dict(zip(("global_batch", "micro_batch"), batch))}
     return merged(base, sections)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import CONTEXT, TENSOR
 from paxtrain.model import decoder, rotary
 from paxtrain.model.spec import Architecture, Demand, Parameter, Params
 
@@ -29,6 +30,7 @@ def norm(p: Params, x: "jax.Array", c: "LayerContext") -> "jax.Array":
 
 
 class Gemma2(Architecture):
+    axes = CONTEXT, TENSOR
     model_types = ("gemma2",)
     options = MappingProxyType(
         {
@@ -64,8 +66,8 @@ class Gemma2(Architecture):
         q, k, v = decoder.queries_keys_values(p, h, c)
         turns = nn.turns(c.config)
         return nn.attend(
-            nn.rotate(q, turns),
-            nn.rotate(k, turns),
+            nn.rotate(q, turns, c),
+            nn.rotate(k, turns, c),
             v,
             c,
             window=self.option(c.config, "sliding_window"),

@@ -51,8 +51,8 @@ class Gemma3(gemma2.Gemma2):
         near = nn.turns(c.config, self.option(c.config, "rope_local_base_freq"), scaling=NO_OPTIONS)
         turns = nn.either(local, near, nn.turns(c.config))
         return nn.attend(
-            nn.rotate(norm(p["q_norm"], q, c), turns),
-            nn.rotate(norm(p["k_norm"], k, c), turns),
+            nn.rotate(norm(p["q_norm"], q, c), turns, c),
+            nn.rotate(norm(p["k_norm"], k, c), turns, c),
             v,
             c,
             window=self.option(c.config, "sliding_window"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import CONTEXT, TENSOR
 from paxtrain.config.checks import require
 from paxtrain.model.spec import Architecture, Demand, Parameter, Params, bias, kernel, norm, table, vocabulary
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 class GPT2(Architecture):
+    axes = CONTEXT, TENSOR
     model_types = ("gpt2",)
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:

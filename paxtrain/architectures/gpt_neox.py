@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import CONTEXT, TENSOR
 from paxtrain.config.checks import require
 from paxtrain.config.options import OptionValues
 from paxtrain.model import rotary, spec
@@ -38,6 +39,7 @@ def layer_norm(path: str, lead: str, name: str) -> tuple[Parameter, Parameter]:
 
 
 class GPTNeoX(Architecture):
+    axes = CONTEXT, TENSOR
     model_types = ("gpt_neox",)
     options = MappingProxyType({"rotary_pct": 0.25, "use_parallel_residual": True})
 
@@ -64,7 +66,7 @@ class GPTNeoX(Architecture):
         h = nn.enter(nn.norm(p["ln1"], x, c.config.norm_epsilon), c.group)
         qkv = nn.heads(nn.columns(p["qkv"], h, "qkv"), 3 * dim)
         q, k, v = (qkv[..., i * dim : (i + 1) * dim] for i in range(3))
-        attended = nn.rows(p["out"], nn.attend(nn.rotate(q, turns), nn.rotate(k, turns), v, c), c.group)
+        attended = nn.rows(p["out"], nn.attend(nn.rotate(q, turns, c), nn.rotate(k, turns, c), v, c), c.group)
         after = x + nn.dropped(attended, c, 1)
         if not self.option(c.config, "use_parallel_residual"):
             x = after = nn.middle(after)

@@ -36,7 +36,7 @@ class Granite(llama.Llama):
         h = nn.enter(nn.norm(p["ln1"], x, c.config.norm_epsilon), c.group)
         q, k, v = decoder.queries_keys_values(p, h, c)
         turns = nn.turns(c.config)
-        y = nn.attend(nn.rotate(q, turns), nn.rotate(k, turns), v, c, scale=scale)
+        y = nn.attend(nn.rotate(q, turns, c), nn.rotate(k, turns, c), v, c, scale=scale)
         x = nn.middle(x + residual * nn.dropped(nn.rows(p["out"], y, c.group), c, 1))
 
         h = nn.enter(nn.norm(p["ln2"], x, c.config.norm_epsilon), c.group)

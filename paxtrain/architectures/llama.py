@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import CONTEXT, TENSOR
 from paxtrain.model import decoder, rotary
 from paxtrain.model.spec import Architecture, Demand, Parameter, Params
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 class Llama(Architecture):
+    axes = CONTEXT, TENSOR
     model_types = ("llama",)
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
@@ -36,7 +38,7 @@ class Llama(Architecture):
         """Return attention [B, S, N * D] of h [B, S, H]."""
         q, k, v = decoder.queries_keys_values(p, h, c)
         turns = nn.turns(c.config)
-        return nn.attend(nn.rotate(q, turns), nn.rotate(k, turns), v, c)
+        return nn.attend(nn.rotate(q, turns, c), nn.rotate(k, turns, c), v, c)
 
     def layer(self, p: Params, x: "jax.Array", c: "LayerContext") -> "jax.Array":
         h = nn.enter(nn.norm(p["ln1"], x, c.config.norm_epsilon), c.group)

@@ -29,7 +29,7 @@ class Mistral(llama.Llama):
         q, k, v = decoder.queries_keys_values(p, h, c)
         turns = nn.turns(c.config)
         window = self.option(c.config, "sliding_window")
-        return nn.attend(nn.rotate(q, turns), nn.rotate(k, turns), v, c, window=window)
+        return nn.attend(nn.rotate(q, turns, c), nn.rotate(k, turns, c), v, c, window=window)
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
         window = self.option(config, "sliding_window") or None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import CONTEXT, TENSOR
 from paxtrain.model import decoder, rotary
 from paxtrain.model.spec import Architecture, Demand, Parameter, Params
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 class OLMo2(Architecture):
+    axes = CONTEXT, TENSOR
     model_types = ("olmo2",)
 
     def parameters(self, config: ModelConfig) -> tuple[Parameter, ...]:
@@ -39,7 +41,7 @@ class OLMo2(Architecture):
         q, kv = nn.columns(p["q"], h, "qkv"), nn.columns(p["kv"], h, "qkv")
         q = nn.heads(nn.split_norm(p["q_norm"], q, epsilon, c.group), size)
         k = nn.heads(nn.split_norm(p["k_norm"], kv[:, :, 0], epsilon, c.group), size)
-        y = nn.attend(nn.rotate(q, turns), nn.rotate(k, turns), nn.heads(kv[:, :, 1], size), c)
+        y = nn.attend(nn.rotate(q, turns, c), nn.rotate(k, turns, c), nn.heads(kv[:, :, 1], size), c)
         x = nn.middle(x + nn.dropped(nn.norm(p["ln1"], nn.rows(p["out"], y, c.group), epsilon), c, 1))
 
         y = decoder.swiglu(p, nn.enter(x, c.group), c)

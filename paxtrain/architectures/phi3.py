@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import paxtrain.model as nn  # whose names import jax when they are first used
 from paxtrain.config import ModelConfig
+from paxtrain.config.axes import CONTEXT, TENSOR
 from paxtrain.model import decoder, rotary
 from paxtrain.model.decoder import LAYER, kernel
 from paxtrain.model.spec import Architecture, Demand, Parameter, Params
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 class Phi3(Architecture):
+    axes = CONTEXT, TENSOR
     model_types = ("phi3",)
     options = MappingProxyType({"partial_rotary_factor": 1.0, "sliding_window": 0})  # 0: each token sees all before it
     reach = ("sliding_window",)
@@ -45,7 +47,7 @@ class Phi3(Architecture):
         q, k, v = (nn.heads(nn.columns(p[name], h, "qkv"), c.config.head_dim) for name in "qkv")
         turns = nn.turns(c.config, share=self.option(c.config, "partial_rotary_factor"))
         window = self.option(c.config, "sliding_window")
-        y = nn.attend(nn.rotate(q, turns), nn.rotate(k, turns), v, c, window=window)
+        y = nn.attend(nn.rotate(q, turns, c), nn.rotate(k, turns, c), v, c, window=window)
         x = nn.middle(x + nn.dropped(nn.rows(p["out"], y, c.group), c, 1))
 
         h = nn.enter(nn.norm(p["ln2"], x, c.config.norm_epsilon), c.group)

@@ -29,8 +29,8 @@ class Qwen3(llama.Llama):
     def attended(self, p: Params, h: "jax.Array", c: "LayerContext") -> "jax.Array":
         epsilon, turns = c.config.norm_epsilon, nn.turns(c.config)
         q, k, v = decoder.queries_keys_values(p, h, c)
-        q = nn.rotate(nn.norm(p["q_norm"], q, epsilon), turns)
-        k = nn.rotate(nn.norm(p["k_norm"], k, epsilon), turns)
+        q = nn.rotate(nn.norm(p["q_norm"], q, epsilon), turns, c)
+        k = nn.rotate(nn.norm(p["k_norm"], k, epsilon), turns, c)
         return nn.attend(q, k, v, c)
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, object]:

@@ -33,7 +33,7 @@ class SmolLM3(llama.Llama):
         q, k, v = decoder.queries_keys_values(p, h, c)
         turns = nn.turns(c.config)
         turns = nn.either(nn.among(c, self._turning(c.config)), turns, turns._replace(change=0.0))
-        return nn.attend(nn.rotate(q, turns), nn.rotate(k, turns), v, c)
+        return nn.attend(nn.rotate(q, turns, c), nn.rotate(k, turns, c), v, c)
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, object]:
         turning, interval = [int(one) for one in self._turning(config)], self.option(config, "no_rope_layer_interval")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-DATA, PIPE, TENSOR = "data", "pipe", "tensor"
+DATA, PIPE, CONTEXT, TENSOR = "data", "pipe", "context", "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,8 @@ class AxisSpec:
         dims: logical dims of parameters that it splits, see paxtrain/model/spec.py. Layers run their collectives over
             it by `LayerContext.group.over(name)`; those that only know tensor do not.
         batch: whether its positions take different sequences of the batch.
+        sequence: number of parts of each sequence that each of its devices takes, whose tokens it has through all
+            layers; 0: all tokens.
         sums: (MeshConfig, names and dims of a parameter that the axis does not split) -> whether the parameter's
             gradients are summed over the axis at the end of a step. Those over data are reduced before, see
             paxtrain/parallel/reduction.py.
@@ -34,6 +36,7 @@ class AxisSpec:
     most: int = 1024
     dims: tuple[str, ...] = ()
     batch: bool = False
+    sequence: int = 0
     sums: Callable[[Any, tuple[str, ...], tuple[str, ...]], bool] = lambda mesh, names, dims: False
     inside: bool = False
     waits: Literal["layer", "step"] = "step"
@@ -47,6 +50,7 @@ def _sums_over_tensor(mesh: Any, names: tuple[str, ...], dims: tuple[str, ...]) 
 AXES = {
     DATA: AxisSpec(most=2**16, batch=True),
     PIPE: AxisSpec(dims=("layers", "tables")),
+    CONTEXT: AxisSpec(sequence=2, sums=lambda mesh, names, dims: True, inside=True, waits="layer"),
     TENSOR: AxisSpec(dims=("heads", "kv_heads", "ffn", "vocab"), sums=_sums_over_tensor, inside=True, waits="layer"),
 }
 
@@ -59,6 +63,11 @@ def more_axes() -> tuple[str, ...]:
 def batch_axes() -> tuple[str, ...]:
     """Return the axes over which the batch is split, in the order of the mesh."""
     return tuple(name for name, axis in AXES.items() if axis.batch)
+
+
+def token_axes() -> tuple[str, ...]:
+    """Return the axes whose devices have different tokens of the batch, in the order of the mesh."""
+    return tuple(name for name, axis in AXES.items() if axis.batch or axis.sequence)
 
 
 def inside_axes() -> tuple[str, ...]:

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from paxtrain.config.axes import AXES, TENSOR, more_axes
+from paxtrain.config.axes import AXES, CONTEXT, TENSOR, more_axes
 from paxtrain.config.checks import OUT, Checked, Way, each, multiples_near, near, require, steps
 from paxtrain.config.compress import SECONDS, CompressConfig
 from paxtrain.config.data import DataConfig
 from paxtrain.config.model import ModelConfig
 from paxtrain.config.optimizer import OptimizerConfig, OuterConfig
 from paxtrain.config.options import LINKED
-from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
+from paxtrain.config.parallel import CONTEXT_FORMS, BatchConfig, MeshConfig, PipelineConfig
 from paxtrain.config.run import CheckpointConfig, RunConfig
 from paxtrain.schedule.stage_map import StageMap
 
@@ -94,6 +94,21 @@ class Config(Checked):
     def _check_split(self) -> None:
         """Require that axes divide what they split, each together with those before it that split the same."""
         model, sizes, axes = self.model, self.mesh.sizes, (TENSOR, *more_axes())
+        for axis, parts in ((axis, AXES[axis].sequence * sizes[axis]) for axis in axes if sizes[axis] > 1):
+            parts *= sizes[TENSOR] if self.mesh.sequence_parallel else 1
+            require(
+                not parts or model.sequence % parts == 0,
+                f"mesh.{axis}={sizes[axis]} splits model.sequence={model.sequence} in {parts} parts, which do not divide it",
+                each("model.sequence", multiples_near(max(parts, 1), model.sequence)),
+                {f"mesh.{axis}": 1},
+            )
+        over = sizes[TENSOR] * sizes[CONTEXT]
+        require(
+            self.mesh.context_form != "heads" or model.key_value_heads % over == 0,
+            f"mesh.context_form=heads splits {model.key_value_heads} heads of keys over mesh.tensor={sizes[TENSOR]} x "
+            f"mesh.context={sizes[CONTEXT]}, which do not divide them",
+            each("mesh.context_form", [form for form in CONTEXT_FORMS if form != "heads"]),
+        )
         for i, axis in enumerate(axes):
             whole = math.gcd(*(size for name, size in model.split_by(axis).items() if name != "padded_vocab"))
             vocabulary = model.vocabulary_for(sizes[axis]) if axis == TENSOR else 0

@@ -14,6 +14,7 @@ from paxtrain.schedule.schedules import FILE, ScheduleSpec, between_ends, names,
 
 MOST_SEQUENCES = 2**20  # of an optimizer step
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
+CONTEXT_FORMS = ("ring", "gather", "heads")
 REDUCE_DTYPES = ("float32", "bfloat16")
 SPLIT_SAVES = ("dots", "residuals")  # save modes of schedules that split the backward
 # Up to how many layers of a stage are compiled one by one, and of a stage that is alone. A loop copies each layer's
@@ -45,25 +46,31 @@ class MeshConfig(Checked):
     Attributes:
         data: replicas of the model, each with a share of the batch.
         pipe: stages, each with a share of the layers.
+        context: devices that share each sequence, for long ones.
         tensor: devices that share the matrices of each layer.
         zero1: whether gradients, master weights and optimizer state are sharded over data (reduce-scatter and
             all-gather) or replicated (all-reduce).
         sequence_parallel: whether a tensor group splits the sequence between the split matrices, so that each device
             keeps and sends a part of the activations.
+        context_form: how devices of a context group see each other's tokens (paxtrain/attention/split.py): "ring" and
+            "gather" exchange keys and values, "heads" tokens for heads.
         reduce_dtype: dtype in which gradients are summed over data; they are accumulated in float32 either way.
     """
 
     data: int = 1
     pipe: int = 1
+    context: int = 1
     tensor: int = 1
     zero1: bool = True
     sequence_parallel: bool = False
     reduce_dtype: str = "float32"
+    context_form: str = "ring"
 
     def check(self) -> None:
         positive("mesh", self, *AXES)
         bounded("mesh", self, **{name: axis.most for name, axis in AXES.items()})
         choice("mesh.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        choice("mesh.context_form", self.context_form, CONTEXT_FORMS)
         require(
             not self.sequence_parallel or self.tensor > 1,
             f"mesh.sequence_parallel splits the sequence over tensor, but mesh.tensor={self.tensor}",

@@ -11,8 +11,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from paxtrain.attention import split
+from paxtrain.attention.blocks import Rule
+from paxtrain.model import tensor_parallel as tp
 from paxtrain.model.context import LayerContext
 from paxtrain.model.rotary import Rotary
 
@@ -22,7 +26,7 @@ def heads(x: jax.Array, size: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, size)
 
 
-def rotate(x: jax.Array, turns: float | Rotary) -> jax.Array:
+def rotate(x: jax.Array, turns: float | Rotary, c: LayerContext) -> jax.Array:
     """Apply rotary positions to x [B, S, N, D]: dims i and i + R of position s turn by s times frequency i.
 
     Positions count from the row's beginning, even if documents begin within it: attention depends on the difference
@@ -31,12 +35,15 @@ def rotate(x: jax.Array, turns: float | Rotary) -> jax.Array:
     Args:
         x: [B, S, N, D].
         turns: the angles, or theta of frequencies theta^(-i/R) for all R = D/2 pairs.
+        c: what else the layer depends on.
     """
     turns = turns if isinstance(turns, Rotary) else Rotary(turns, x.shape[-1] // 2)
     half = turns.pairs
     frequencies = turns.theta ** (-jnp.arange(half) / half)
     frequencies = frequencies if _same(turns.change, 1.0) else frequencies * turns.change
-    angles = jnp.arange(x.shape[1])[:, None] * frequencies
+    context = c.group.context
+    length = x.shape[1] * (lax.axis_size(context) if context else 1)
+    angles = tp.own_tokens(jnp.arange(length), 0, c.group)[:, None] * frequencies
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     if turns.factor != 1:
         cos, sin = cos * turns.factor, sin * turns.factor
@@ -93,7 +100,7 @@ def attend(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> jax.Array:
-    """Return causal attention within documents, [B, S, N * D].
+    """Return causal attention within documents, [B, S, N * D], to the tokens of all devices that share the sequence.
 
     Args:
         q: [B, S, N, D].
@@ -105,18 +112,30 @@ def attend(
         scale: factor of the scores; None: 1 / sqrt(D).
         cap: bound of the scores, which are then cap tanh(score / cap), by XLA's attention; 0: none.
     """
-    length = q.shape[1]
+    context = c.group.context
+    length = q.shape[1] * (lax.axis_size(context) if context else 1)
     window = 0 if window >= length else window
+    if context and c.group.form != "heads":
+        reach = None if not window else jnp.int32(window) if local is None else jnp.where(local, window, length)
+        rule = Rule(scale or q.shape[-1] ** -0.5, cap, c.config.attention == "cudnn" and not cap)
+        return _flat(split.attend(q, k, v, c.starts, reach, split.Exchange(context, c.group.form), rule))
+    if context:
+        q, k, v = (split.to_heads(x, context) for x in (q, k, v))
     # The plain model leaves "auto" as it is, which means XLA's attention here.
     implementation: Literal["xla", "cudnn"] = "cudnn" if c.config.attention == "cudnn" else "xla"
     run = functools.partial(jax.nn.dot_product_attention, q, k, v, scale=scale, is_causal=True)
     if cap:
-        context = _capped(q, k, v, _seen(c, length, window, local), scale or q.shape[-1] ** -0.5, cap)
+        y = _capped(q, k, v, _seen(c, length, window, local), scale or q.shape[-1] ** -0.5, cap)
     elif window and implementation == "cudnn" and c.starts is None:
         # Its kernel skips what is outside a window, which it takes as a constant.
         near = functools.partial(run, local_window_size=(window - 1, 0), implementation=implementation)
         far = functools.partial(run, implementation=implementation)
-        context = near() if local is None else jax.lax.cond(local, near, far)
+        y = near() if local is None else lax.cond(local, near, far)
     else:
-        context = run(mask=_seen(c, length, window, local), implementation=implementation)
-    return checkpoint_name(context.reshape(*context.shape[:2], -1), "context")
+        y = run(mask=_seen(c, length, window, local), implementation=implementation)
+    return checkpoint_name(_flat(split.to_tokens(y, context) if context else y), "context")
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """Return heads [B, S, N, D] as [B, S, N * D]."""
+    return x.reshape(*x.shape[:2], -1)

@@ -110,7 +110,7 @@ def of_kind(config: ModelConfig, kind: str) -> list[Parameter]:
 
 
 def not_run(config: ModelConfig, mesh: Mapping[str, int]) -> dict[str, str]:
-    """Return the axes of several devices that split parameters of layers, which run no collectives over them.
+    """Return the axes of several devices that split layers, which run no collectives over them.
 
     Args:
         config: the model's shape.
@@ -121,7 +121,8 @@ def not_run(config: ModelConfig, mesh: Mapping[str, int]) -> dict[str, str]:
     """
     dims = {dim.partition("*")[0] for p in table(config) if p.lead == "layers" for dim in p.own}
     strange = [axis for axis, size in mesh.items() if size > 1 and axis not in (*architecture(config).axes, DATA, PIPE)]
-    return {axis: dim for axis in strange for dim in AXES[axis].dims if dim in dims}
+    split = {axis: dim for axis in strange for dim in AXES[axis].dims if dim in dims}
+    return split | {axis: "sequence" for axis in strange if AXES[axis].sequence}
 
 
 @functools.lru_cache(maxsize=1024)

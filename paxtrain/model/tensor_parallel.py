@@ -13,6 +13,7 @@ References:
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -22,7 +23,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from compress.collectives import reduce_scatter
-from paxtrain.config.axes import TENSOR, layer_sizes
+from paxtrain.attention import split
+from paxtrain.config.axes import AXES, TENSOR, layer_sizes
 
 
 @jax.named_scope("tensor")
@@ -80,27 +82,41 @@ class Group(NamedTuple):
         axis: mesh axis over which heads, ffn and vocabulary are split; None: they are whole.
         sequence: whether each device has only a part of the sequence between the split matrices.
         others: further axes of several devices that split layers, for layers that ask for them.
+        form: how devices of a context group see each other's tokens, see MeshConfig.context_form.
     """
 
     axis: str | None = None
     sequence: bool = False
     others: tuple[str, ...] = ()
+    form: str = "ring"
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int], sequence: bool) -> "Group":
-        """Return the split of a layer over axes of some sizes, and of its sequence over tensor if it is split."""
+    def of(cls, sizes: Mapping[str, int], sequence: bool, form: str = "ring") -> "Group":
+        """Return the split of a layer over axes of some sizes.
+
+        Args:
+            sizes: sizes of axes by name.
+            sequence: whether tensor splits the sequence between the split matrices.
+            form: how devices of a context group see each other's tokens.
+        """
         several = layer_sizes(sizes)
         others = tuple(axis for axis in several if axis != TENSOR)
-        return cls(TENSOR, sequence, others) if TENSOR in several else cls(others=others)
+        return cls(TENSOR, sequence, others, form) if TENSOR in several else cls(others=others, form=form)
 
     def over(self, axis: str) -> "Group":
         """Return the split over another axis by its name, which is none if it has one device."""
         return Group(axis) if axis in self.others else WHOLE
 
     @property
+    def context(self) -> str | None:
+        """Mesh axis that splits the sequence through all layers; None: it is whole."""
+        return next((axis for axis in self.others if AXES[axis].sequence), None)
+
+    @property
     def parts(self) -> int:
-        """Number of parts of the sequence."""
-        return lax.axis_size(self.axis) if self.sequence else 1
+        """Number of devices that share the sequence between the split matrices."""
+        axes = [self.context, self.axis if self.sequence else None]
+        return math.prod(lax.axis_size(axis) for axis in axes if axis)
 
 
 WHOLE = Group()
@@ -118,7 +134,7 @@ def leave(x: jax.Array, group: Group) -> jax.Array:
 
 def averaged(x: jax.Array, group: Group) -> jax.Array:
     """Return the mean over the parts of the sequence of x, a mean over the device's own part."""
-    return reduce(x / group.parts, group.axis) if group.sequence else x
+    return reduce(x / lax.axis_size(group.axis), group.axis) if group.sequence else x
 
 
 def columns(p: dict[str, jax.Array], h: jax.Array, name: str) -> jax.Array:
@@ -148,10 +164,24 @@ def own(x: jax.Array, dim: int, group: Group) -> jax.Array:
         dim: dim of the sequence.
         group: the split of the sequence.
     """
+    x = own_tokens(x, dim, group)
     if not group.sequence:
         return x
-    size = x.shape[dim] // group.parts
+    size = x.shape[dim] // lax.axis_size(group.axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(group.axis) * size, size, dim)
+
+
+def own_tokens(x: jax.Array, dim: int, group: Group) -> jax.Array:
+    """Return the part of an array, which has the whole sequence, that this device has within layers.
+
+    Args:
+        x: any array.
+        dim: dim of the sequence.
+        group: the split of the sequence.
+    """
+    if group.context is None:
+        return x
+    return split.part(x, dim, lax.axis_index(group.context), lax.axis_size(group.context))
 
 
 def local_ids(ids: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ it is, S is one device's part of the sequence between the split matrices. The tr
 
 import dataclasses
 import functools
+import math
 import os
 import re
 from typing import Any
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import TENSOR, AxisSizes
+from paxtrain.config.axes import AXES, TENSOR, AxisSizes
 from paxtrain.config.model import FLASH
 from paxtrain.errors import UserError
 from paxtrain.model import cross_entropy, imported, parameters
@@ -30,7 +31,7 @@ from paxtrain.model.spec import Params, Scalars
 
 # Values that save="dots" keeps of a layer besides its input. No matrix product runs again, and no collective except
 # the all-gathers of sequence parallelism: their results would have the whole sequence.
-SAVED_NAMES = ("qkv", "context", "middle", "up")
+SAVED_NAMES = ("qkv", "context", "sums", "middle", "up")
 
 _DETERMINISTIC = re.compile(r"--(xla_gpu_deterministic_ops|xla_gpu_exclude_nondeterministic_ops)(?:=(\w*))?(?!\S)")
 
@@ -215,7 +216,8 @@ def check_layer(config: ModelConfig, mesh: AxisSizes, sequence_parallel: bool) -
             )
         return found
 
-    x = given((1, config.sequence // (mesh[TENSOR] if sequence_parallel else 1), config.hidden), config.dtype)
+    parts = math.prod(size for axis, size in mesh.items() if AXES[axis].sequence or (axis == TENSOR and sequence_parallel))
+    x = given((1, config.sequence // parts, config.hidden), config.dtype)
     for kind in dict.fromkeys(parameters.kinds(config)):
         rows = parameters.of_kind(config, kind)
         weights = {p.names[1:]: given(p.shape(config, mesh), config.dtype if p.cast else "float32") for p in rows}
@@ -254,7 +256,7 @@ def embed(
 
     Args:
         p: token [V/T, H], or [1 or 2, V/T, H] if the head is untied, and position [S, H] if any.
-        tokens: int [B, S].
+        tokens: int [B, S], of the whole sequence.
         config: the model's shape.
         group: the split of the vocabulary and the sequence.
         dropout: randomness of the micro-batch; None: no dropout.
@@ -264,7 +266,7 @@ def embed(
         [B, S, H] in the compute dtype, or this device's part of the sequence.
     """
     table = p["token"] if config.tied_head else p["token"][0]
-    x = _scaled(tp.embedding_lookup(table, tokens, group), config)
+    x = _scaled(tp.embedding_lookup(table, tp.own_tokens(tokens, 1, group), group), config)
     if "position" in p:
         where = slice(tokens.shape[1]) if starts is None else positions(starts)
         position = p["position"][where]
@@ -287,8 +289,8 @@ def embed_gradient(
 
     Args:
         grads: token [V/T, H], or [1 or 2, V/T, H] if the head is untied, and position [S, H] if any; float32.
-        tokens: int [B, S].
-        g: gradient of the embedding's output, [B, S, H].
+        tokens: int [B, S], of the whole sequence.
+        g: gradient of the embedding's output, [B, S, H] or this device's part of it.
         config: the model's shape.
         group: the split of the vocabulary and the sequence.
         dropout: randomness that `embed` got.
@@ -297,12 +299,17 @@ def embed_gradient(
     """
     g = tp.enter(drop(g, config.embedding_dropout, dropout, 0, group), group).astype(jnp.float32)
     token, of_rows = grads["token"], _scaled(g, config)
-    local, here = tp.local_ids(tokens, token.shape[-2], group.axis)
+    local, here = tp.local_ids(tp.own_tokens(tokens, 1, group), token.shape[-2], group.axis)
     rows = jnp.where(here & active, local, token.shape[-2])
     place = token.at[rows] if config.tied_head else token.at[0, rows]
     added = {"token": place.add(of_rows, mode="drop")}
     if "position" in grads:
-        where, total = (slice(tokens.shape[1]), g.sum(axis=0)) if starts is None else (positions(starts), g)
+        total = g.sum(axis=0) if starts is None else g
+        where: slice | jax.Array = slice(tokens.shape[1])
+        if group.context or starts is not None:
+            row = jnp.arange(tokens.shape[1])[None] if starts is None else positions(starts)
+            where = tp.own_tokens(row, 1, group)
+            where = where[0] if starts is None else where
         added["position"] = grads["position"].at[where].add(jnp.where(active, total, 0))
     return added
 

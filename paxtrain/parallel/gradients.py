@@ -22,7 +22,7 @@ from jax import lax
 from compress.codec import State, Tree
 from compress.collectives import narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
-from paxtrain.config.axes import AXES, DATA, PIPE
+from paxtrain.config.axes import AXES, DATA, PIPE, token_axes
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.embedding import scatter_dim
 from paxtrain.parallel.layout import Layout, Params, names
@@ -235,7 +235,7 @@ def sum_over_axes(layout: Layout, tree: Params) -> Params:
         parts = [i for i, sums in enumerate(apart) if sums and size > 1]
         run = functools.partial(lax.psum, axis_name=axis)
         for i, total in zip(parts, packed(run, [values[i] for i in parts]), strict=True):
-            values[i] = total / size if spec.batch else total
+            values[i] = total / size if axis in token_axes() else total
     return jax.tree.unflatten(structure, values)
 
 

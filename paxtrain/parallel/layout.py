@@ -127,7 +127,7 @@ class Layout:
             save=config.pipeline.save,
             scan_layers=config.pipeline.scans(self.counts),
             splits=config.pipeline.spec.splits and self.stages > 1,
-            group=Group.of(config.mesh.sizes, config.mesh.sequence_parallel),
+            group=Group.of(config.mesh.sizes, config.mesh.sequence_parallel, config.mesh.context_form),
             pipe=PIPE if self.stages > 1 else None,
             data=DATA if config.uneven else None,
         )

@@ -11,6 +11,7 @@ weights with optax on global arrays:
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -24,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from compress import Codec
 from paxtrain.config import Config
-from paxtrain.config.axes import PIPE, batch_axes
+from paxtrain.config.axes import PIPE, batch_axes, token_axes
 from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Scalars
@@ -325,7 +326,8 @@ class Trainer:
     def _sum_losses(self, loss: jax.Array, scalars: Scalars) -> tuple[jax.Array, Scalars]:
         """Return loss and layers' scalars of the whole mesh, in one collective."""
         own = jnp.stack([loss, *scalars.values()]) if scalars else loss
-        sums = lax.psum(own, (*batch_axes(), PIPE)) / self.config.mesh.ranks
+        axes = token_axes()
+        sums = lax.psum(own, (*axes, PIPE)) / math.prod(self.config.mesh.sizes[axis] for axis in axes)
         return (sums[0], dict(zip(scalars, sums[1:], strict=True))) if scalars else (sums, {})
 
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: CodecStates) -> tuple:

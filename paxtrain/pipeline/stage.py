@@ -11,6 +11,7 @@ from jax import lax
 from compress.codec import State, Tree
 from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Scalars
+from paxtrain.model.tensor_parallel import own_tokens
 from paxtrain.model.transformer import Dropout, Params
 from paxtrain.pipeline.program import Close, LayerPlace, Layers, LayerStep, Program, Segment, Weights, layers_of
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
@@ -413,11 +414,15 @@ class Stage:
 
     def loss(self, mb: jax.Array, y: jax.Array) -> jax.Array:
         """Return the mean loss of a micro-batch with last output y, over the divisor."""
-        targets, weights = self.tokens[mb, :, 1:], self.weights
+        targets, weights = self._targets(mb), self.weights
         loss = transformer.head_loss(
             weights.final_norm, self._table, y, targets, self.program.model, self.program.group
         )
         return loss / self.divisor
+
+    def _targets(self, mb: jax.Array) -> jax.Array:
+        """Return the tokens that this device's tokens of a micro-batch predict."""
+        return own_tokens(self.tokens[mb, :, 1:], 1, self.program.group)
 
     @property
     def _table(self) -> jax.Array:
@@ -443,7 +448,7 @@ class Stage:
             self.weights.final_norm,
             self._table,
             y,
-            self.tokens[mb, :, 1:],
+            self._targets(mb),
             model,
             self.program.group,
             self.divisor,

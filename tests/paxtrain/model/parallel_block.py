@@ -25,7 +25,7 @@ class ParallelBlock(Architecture):
         h = nn.enter(nn.norm(p["ln"], x, c.config.norm_epsilon), c.group)
         q, kv = nn.columns(p["q"], h, "qkv"), nn.columns(p["kv"], h, "qkv")
         q, k, v = (nn.heads(y, c.config.head_dim) for y in (q, kv[:, :, 0], kv[:, :, 1]))
-        q, k = nn.rotate(q, c.config.rope_theta), nn.rotate(k, c.config.rope_theta)
+        q, k = nn.rotate(q, c.config.rope_theta, c), nn.rotate(k, c.config.rope_theta, c)
         wide = nn.gelu(nn.columns(p["up"], h, "up"))
         y = nn.attend(q, k, v, c) @ p["out"]["kernel"] + wide @ p["down"]["kernel"]
         return x + nn.dropped(nn.leave(y, c.group), c, 1)

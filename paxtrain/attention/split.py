@@ -1,0 +1,314 @@
+"""Attention over a sequence that a mesh axis splits.
+
+Of a sequence in 2n parts each of n devices has two, the i-th from the beginning and the i-th from the end. So all
+devices have as many pairs of tokens that see each other: those of its own tokens, and with each other device those of
+two parts with two, or of one with one and again one with one. Three forms of exchange:
+
+    ring      keys and values go round, a neighbour's under the products of those that came before
+    gather    all devices' keys and values are gathered once; cheap if there are few heads of keys
+    heads     queries, keys and values are exchanged: a device then has all tokens and a part of the heads
+
+References:
+    Liu et al. 2023, Ring Attention; Zhu 2024, zig-zag ring attention (balance of causal attention).
+    Grattafiori et al. 2024, "The Llama 3 Herd of Models" (gather); Jacobs et al. 2023, DeepSpeed Ulysses (heads).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from paxtrain.attention import blocks
+from paxtrain.attention.blocks import Marks, Rule, Seen
+
+_Pair = tuple[jax.Array, jax.Array]  # keys and values, or their gradients
+
+
+class Exchange(NamedTuple):
+    """The way in which devices see each other's tokens.
+
+    Attributes:
+        axis: mesh axis that splits the sequence.
+        form: "ring" or "gather".
+    """
+
+    axis: str
+    form: str
+
+
+def part(x: jax.Array, dim: int, rank: jax.Array, ranks: int) -> jax.Array:
+    """Return a device's two parts of an array that has the whole sequence.
+
+    Args:
+        x: any array.
+        dim: dim of the sequence.
+        rank: position of the device on the axis.
+        ranks: size of the axis.
+    """
+    size = x.shape[dim] // (2 * ranks)
+    starts = (rank * size, (2 * ranks - 1 - rank) * size)
+    return jnp.concatenate([lax.dynamic_slice_in_dim(x, start, size, dim) for start in starts], dim)
+
+
+def to_heads(x: jax.Array, axis: str) -> jax.Array:
+    """Return a part of the heads of all tokens in their order, [B, S, N / n, D], for all heads of a part of them.
+
+    Args:
+        x: [B, S / n, N, D].
+        axis: mesh axis of n devices that splits the sequence.
+    """
+    with jax.named_scope("context"):
+        x = lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
+    return _reordered(x, np.argsort(_order(lax.axis_size(axis))))
+
+
+def to_tokens(x: jax.Array, axis: str) -> jax.Array:
+    """Return the inverse of `to_heads`, [B, S / n, N, D], of x [B, S, N / n, D]."""
+    x = _reordered(x, _order(lax.axis_size(axis)))
+    with jax.named_scope("context"):
+        return lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _order(ranks: int) -> np.ndarray:
+    """Return the number of each part of the sequence in the order in which devices have them."""
+    first = np.arange(ranks)
+    return np.stack([first, 2 * ranks - 1 - first], axis=1).reshape(-1)
+
+
+def _reordered(x: jax.Array, order: np.ndarray) -> jax.Array:
+    """Return x [B, S, ...] with its parts in another order."""
+    parts = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])
+    return parts[:, order].reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array | None,
+    window: jax.Array | None,
+    exchange: Exchange,
+    rule: Rule,
+) -> jax.Array:
+    """Return causal attention of a device's tokens to all tokens, [B, S / n, N, D].
+
+    Args:
+        q: [B, S / n, N, D], of the tokens that `part` says.
+        k: [B, S / n, K, D].
+        v: [B, S / n, K, D].
+        starts: index at which each token's document begins, int32 [B, S]; None: all tokens see all before them.
+        window: number of tokens that each sees, itself among them, int32 []; None: all before it.
+        exchange: how the tokens of others are seen.
+        rule: facts of attention.
+    """
+    return _forward(q, k, v, starts, window, exchange, rule)[0]
+
+
+def _forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array | None,
+    window: jax.Array | None,
+    exchange: Exchange,
+    rule: Rule,
+) -> tuple[jax.Array, tuple]:
+    """Return attention, and what its backward needs."""
+    own = _Blocks(q, starts, window, exchange.axis)
+    out, sums = blocks.forward(q, k, v, own.diagonal, rule)
+
+    def turn(distance: Any, pair: _Pair, found: tuple) -> tuple:
+        queries, keys, values = own.queries(q, distance), *own.keys(pair, distance)
+        first, second = _cut(blocks.forward(queries, keys, values, own.seen(distance), rule))
+        early, late = found
+        late = blocks.merge(late, first)
+        both = blocks.merge(_either(own.before(distance), early, late), second)
+        return _either(own.before(distance), (both, late), (early, both))
+
+    early, late = _visit(exchange, (k, v), turn, _halves((out.astype(jnp.float32), sums)))
+    out, sums = (jnp.concatenate(both, axis=1) for both in zip(early, late, strict=True))
+    out = checkpoint_name(out.astype(q.dtype), "context")
+    sums = checkpoint_name(sums, "sums")
+    return out, (q, k, v, starts, window, out, sums)
+
+
+def _backward(exchange: Exchange, rule: Rule, kept: tuple, g: jax.Array) -> tuple:
+    q, k, v, starts, window, out, sums = kept
+    own = _Blocks(q, starts, window, exchange.axis)
+    of_q, *first = blocks.backward(q, k, v, out, sums, g, own.diagonal, rule)
+
+    def turn(distance: Any, pair: _Pair, of_q: tuple) -> tuple[tuple, _Pair]:
+        each = (own.queries(x, distance) for x in (q, out, sums, g))
+        queries, outs, totals, cotangents = each
+        keys, values = own.keys(pair, distance)
+        found = blocks.backward(queries, keys, values, outs, totals, cotangents, own.seen(distance), rule)
+        one, two = _cut(jax.tree.map(lambda x: x.astype(jnp.float32), found))
+        before, (early, late) = own.before(distance), of_q
+        nothing = jax.tree.map(jnp.zeros_like, two)
+        to_early, to_late = _either(before, (two, nothing), (nothing, two))
+        # A pair's keys: the part that both blocks see, or the second block's.
+        of_pair = tuple(
+            jnp.concatenate([a + b, c], axis=1) for a, b, c in zip(one[1:], to_early[1:], to_late[1:], strict=True)
+        )
+        return (early + to_early[0], late + one[0] + to_late[0]), of_pair
+
+    carry = _halves(of_q.astype(jnp.float32))
+    (early, late), (of_k, of_v) = _visit_back(exchange, (k, v), turn, carry, tuple(first))
+    of_q = jnp.concatenate([early, late], axis=1)
+    return of_q.astype(q.dtype), of_k.astype(k.dtype), of_v.astype(v.dtype), None, None
+
+
+attend.defvjp(_forward, _backward)
+
+
+class _Blocks:
+    """The blocks of a device's queries with the keys of devices at some distance on the axis.
+
+    With a device before it, at a distance of up to its own position, both parts of its queries see the first part of
+    the keys. With one behind it the second part of its queries sees both parts of the keys. Two blocks are one with
+    twice the sequences: the second part's queries with the first part's keys, and the other pair.
+    """
+
+    def __init__(self, q: jax.Array, starts: jax.Array | None, window: jax.Array | None, axis: str) -> None:
+        self.rank, self.ranks = lax.axis_index(axis), lax.axis_size(axis)
+        self._row, self._starts, self._window = jnp.arange(q.shape[1] * self.ranks)[None], starts, window
+
+    def before(self, distance: Any) -> jax.Array:
+        """Return whether the device at a distance is before this one on the axis."""
+        return self.rank >= distance
+
+    def _marks(self, rank: jax.Array) -> Marks:
+        parts = (None if x is None else part(x, 1, rank, self.ranks) for x in (self._row, self._starts))
+        return Marks(*parts)
+
+    @property
+    def diagonal(self) -> Seen:
+        """The keys that the device's tokens see of its own."""
+        own = self._marks(self.rank)
+        return Seen(own, own, True, self._window)
+
+    def queries(self, x: jax.Array, distance: Any) -> jax.Array:
+        """Return what the queries of both blocks have of an array of the device's tokens, [2 B, S / (2 n), ...]."""
+        early, late = _halves(x)
+        return jnp.concatenate([late, jnp.where(self.before(distance), early, late)])
+
+    def keys(self, tree: Any, distance: Any) -> Any:
+        """Return the same of keys."""
+
+        def one(x: jax.Array) -> jax.Array:
+            early, late = _halves(x)
+            return jnp.concatenate([early, jnp.where(self.before(distance), early, late)])
+
+        return jax.tree.map(one, tree)
+
+    def seen(self, distance: Any) -> Seen:
+        """Return the keys that queries see in both blocks."""
+        own, other = self._marks(self.rank), self._marks((self.rank - distance) % self.ranks)
+        queries = jax.tree.map(lambda x: self.queries(x, distance), own)
+        return Seen(queries, self.keys(other, distance), False, self._window)
+
+
+def _halves(tree: Any) -> tuple[Any, Any]:
+    """Return both parts of arrays of a device's tokens, [B, S / (2 n), ...]."""
+    middle = jax.tree.leaves(tree)[0].shape[1] // 2
+    return jax.tree.map(lambda x: x[:, :middle], tree), jax.tree.map(lambda x: x[:, middle:], tree)
+
+
+def _cut(tree: Any) -> tuple[Any, Any]:
+    """Return what two blocks give, each for itself."""
+    middle = jax.tree.leaves(tree)[0].shape[0] // 2
+    return jax.tree.map(lambda x: x[:middle], tree), jax.tree.map(lambda x: x[middle:], tree)
+
+
+def _either(condition: jax.Array, first: Any, second: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), first, second)
+
+
+@jax.named_scope("context")
+def _passed(tree: Any, axis: str) -> Any:
+    """Return what the device before this one on the axis has."""
+    ranks = lax.axis_size(axis)
+    return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % ranks) for i in range(ranks)]), tree)
+
+
+@jax.named_scope("context")
+def _all(tree: Any, axis: str) -> Any:
+    return jax.tree.map(lambda x: lax.all_gather(x, axis), tree)
+
+
+def _visit(exchange: Exchange, pair: _Pair, turn: Callable[[Any, _Pair, Any], Any], found: Any) -> Any:
+    """Return what turns make of a value, with the pairs of the devices at the distances 1, 2, ... n - 1.
+
+    Args:
+        exchange: how their pairs come here.
+        pair: the device's own keys and values.
+        turn: function (distance, pair, value) -> value.
+        found: the first value.
+    """
+    axis, ranks = exchange.axis, lax.axis_size(exchange.axis)
+    if exchange.form == "gather":
+        every, rank = _all(pair, axis), lax.axis_index(axis)
+        return lax.fori_loop(1, ranks, lambda d, found: turn(d, _of(every, (rank - d) % ranks), found), found)
+
+    def body(distance: Any, carry: tuple) -> tuple:
+        pair, found = carry
+        return _passed(pair, axis), turn(distance, pair, found)
+
+    pair, found = lax.fori_loop(1, ranks - 1, body, (_passed(pair, axis), found))
+    return turn(ranks - 1, pair, found)
+
+
+def _visit_back(
+    exchange: Exchange,
+    pair: _Pair,
+    turn: Callable[[Any, _Pair, Any], tuple[Any, _Pair]],
+    found: Any,
+    own: _Pair,
+) -> tuple[Any, _Pair]:
+    """Return what `_visit` does, and the gradients of this device's pair, which all devices have parts of.
+
+    Args:
+        exchange: how their pairs come here.
+        pair: the device's own keys and values.
+        turn: function (distance, pair, value) -> (value, gradients of the pair).
+        found: the first value.
+        own: the pair's gradients by the device's own queries.
+    """
+    axis, ranks = exchange.axis, lax.axis_size(exchange.axis)
+    own = jax.tree.map(lambda x: x.astype(jnp.float32), own)
+    if exchange.form == "gather":
+        every, rank = _all(pair, axis), lax.axis_index(axis)
+        totals = jax.tree.map(lambda x: jnp.zeros((ranks, *x.shape), x.dtype).at[rank].set(x), own)
+
+        def one(distance: Any, carry: tuple) -> tuple:
+            found, totals = carry
+            at = (rank - distance) % ranks
+            found, gradients = turn(distance, _of(every, at), found)
+            return found, jax.tree.map(lambda total, x: total.at[at].set(x), totals, gradients)
+
+        found, totals = lax.fori_loop(1, ranks, one, (found, totals))
+        with jax.named_scope("context"):
+            return found, jax.tree.map(lambda x: lax.psum_scatter(x, axis), totals)
+
+    def body(distance: Any, carry: tuple) -> tuple:
+        pair, found, total = carry
+        # Neither transfer waits for this turn's products.
+        following, arrived = _passed(pair, axis), _passed(total, axis)
+        found, gradients = turn(distance, pair, found)
+        return following, found, jax.tree.map(jnp.add, arrived, gradients)
+
+    carry = lax.fori_loop(1, ranks - 1, body, (_passed(pair, axis), found, own))
+    pair, found, total = carry
+    arrived = _passed(total, axis)
+    found, gradients = turn(ranks - 1, pair, found)
+    return found, _passed(jax.tree.map(jnp.add, arrived, gradients), axis)
+
+
+def _of(tree: Any, place: Any) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), tree)
