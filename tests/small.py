@@ -45,7 +45,11 @@ def config(sizes: tuple[int, ...] = (), batch: tuple[int, int] = (8, 1), **secti
         batch: sequences of a global batch and of a micro-batch.
         sections: settings by section, which come before the others.
     """
-    base = {"model": MODEL, "mesh": dict(zip((DATA, PIPE, TENSOR, CONTEXT), sizes)), "batch": dict(zip(("global_batch", "micro_batch"), batch))}
+    base = {
+        "model": MODEL,
+        "mesh": dict(zip((DATA, PIPE, TENSOR, CONTEXT), sizes)),
+        "batch": dict(zip(("global_batch", "micro_batch"), batch)),
+    }
     return merged(base, sections)
 
 

@@ -38,7 +38,7 @@ class Marks(NamedTuple):
     """The facts of tokens by which they see each other.
 
     Attributes:
-        position: index in the row, int32 [1 or B, S].
+        position: index in the row, int32 [B, S].
         start: index at which the token's document begins, int32 [B, S]; None: all tokens see all before them.
     """
 
@@ -66,7 +66,7 @@ class Seen(NamedTuple):
         return self.queries.start is not None or self.window is not None
 
     def mask(self) -> jax.Array | None:
-        """Return which query sees which key, bool [B or 1, T, S]; None: all see all."""
+        """Return which query sees which key, bool [B, T, S]; None: all see all."""
         q, k = self.queries, self.keys
         apart = q.position[:, :, None] - k.position[:, None, :]
         rules = [apart >= 0] if self.causal else []

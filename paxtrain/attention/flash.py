@@ -24,7 +24,7 @@ def forward(
         q: [B, T, N, D].
         k: [B, S, K, D].
         v: [B, S, K, D].
-        mask: which query sees which key, bool [B or 1, T, S]; None: all, or those before it if `causal`.
+        mask: which query sees which key, bool [B, T, S]; None: all, or those before it if `causal`.
         causal: whether each query sees the keys before it and its own.
         scale: factor of the scores.
     """

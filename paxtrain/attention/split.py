@@ -124,8 +124,8 @@ def _forward(
     out, sums = blocks.forward(q, k, v, own.diagonal, rule)
 
     def turn(distance: Any, pair: _Pair, found: tuple) -> tuple:
-        queries, keys, values = own.queries(q, distance), *own.keys(pair, distance)
-        first, second = _cut(blocks.forward(queries, keys, values, own.seen(distance), rule))
+        keys, values = own.keys(pair, distance)
+        first, second = _cut(blocks.forward(own.queries(q, distance), keys, values, own.seen(distance), rule))
         early, late = found
         late = blocks.merge(late, first)
         both = blocks.merge(_either(own.before(distance), early, late), second)
@@ -141,7 +141,7 @@ def _forward(
 def _backward(exchange: Exchange, rule: Rule, kept: tuple, g: jax.Array) -> tuple:
     q, k, v, starts, window, out, sums = kept
     own = _Blocks(q, starts, window, exchange.axis)
-    of_q, *first = blocks.backward(q, k, v, out, sums, g, own.diagonal, rule)
+    of_q, *of_own = blocks.backward(q, k, v, out, sums, g, own.diagonal, rule)
 
     def turn(distance: Any, pair: _Pair, of_q: tuple) -> tuple[tuple, _Pair]:
         each = (own.queries(x, distance) for x in (q, out, sums, g))
@@ -153,13 +153,13 @@ def _backward(exchange: Exchange, rule: Rule, kept: tuple, g: jax.Array) -> tupl
         nothing = jax.tree.map(jnp.zeros_like, two)
         to_early, to_late = _either(before, (two, nothing), (nothing, two))
         # A pair's keys: the part that both blocks see, or the second block's.
-        of_pair = tuple(
+        of_k, of_v = (
             jnp.concatenate([a + b, c], axis=1) for a, b, c in zip(one[1:], to_early[1:], to_late[1:], strict=True)
         )
-        return (early + to_early[0], late + one[0] + to_late[0]), of_pair
+        return (early + to_early[0], late + one[0] + to_late[0]), (of_k, of_v)
 
     carry = _halves(of_q.astype(jnp.float32))
-    (early, late), (of_k, of_v) = _visit_back(exchange, (k, v), turn, carry, tuple(first))
+    (early, late), (of_k, of_v) = _visit_back(exchange, (k, v), turn, carry, (of_own[0], of_own[1]))
     of_q = jnp.concatenate([early, late], axis=1)
     return of_q.astype(q.dtype), of_k.astype(k.dtype), of_v.astype(v.dtype), None, None
 
@@ -177,15 +177,19 @@ class _Blocks:
 
     def __init__(self, q: jax.Array, starts: jax.Array | None, window: jax.Array | None, axis: str) -> None:
         self.rank, self.ranks = lax.axis_index(axis), lax.axis_size(axis)
-        self._row, self._starts, self._window = jnp.arange(q.shape[1] * self.ranks)[None], starts, window
+        length = q.shape[1] * self.ranks
+        self._row = jnp.broadcast_to(jnp.arange(length), (q.shape[0], length))
+        self._starts, self._window = starts, window
 
     def before(self, distance: Any) -> jax.Array:
         """Return whether the device at a distance is before this one on the axis."""
         return self.rank >= distance
 
     def _marks(self, rank: jax.Array) -> Marks:
-        parts = (None if x is None else part(x, 1, rank, self.ranks) for x in (self._row, self._starts))
-        return Marks(*parts)
+        starts = self._starts
+        return Marks(
+            part(self._row, 1, rank, self.ranks), None if starts is None else part(starts, 1, rank, self.ranks)
+        )
 
     @property
     def diagonal(self) -> Seen:
@@ -232,9 +236,19 @@ def _either(condition: jax.Array, first: Any, second: Any) -> Any:
 
 @jax.named_scope("context")
 def _passed(tree: Any, axis: str) -> Any:
-    """Return what the device before this one on the axis has."""
+    """Return what the device before this one on the axis has.
+
+    On CPUs a permutation waits for all devices of the mesh, also for stages that skip this one; a gather does not.
+    """
     ranks = lax.axis_size(axis)
-    return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % ranks) for i in range(ranks)]), tree)
+
+    def permuted(tree: Any) -> Any:
+        return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % ranks) for i in range(ranks)]), tree)
+
+    def gathered(tree: Any) -> Any:
+        return _of(jax.tree.map(lambda x: lax.all_gather(x, axis), tree), (lax.axis_index(axis) - 1) % ranks)
+
+    return lax.platform_dependent(tree, cpu=gathered, default=permuted)
 
 
 @jax.named_scope("context")
@@ -258,9 +272,11 @@ def _visit(exchange: Exchange, pair: _Pair, turn: Callable[[Any, _Pair, Any], An
 
     def body(distance: Any, carry: tuple) -> tuple:
         pair, found = carry
-        return _passed(pair, axis), turn(distance, pair, found)
+        return lax.optimization_barrier((_passed(pair, axis), turn(distance, pair, found)))
 
-    pair, found = lax.fori_loop(1, ranks - 1, body, (_passed(pair, axis), found))
+    # Barriers end transfers behind the products that they lie under; XLA would wait for them at once.
+    following, found = lax.optimization_barrier((_passed(pair, axis), found))
+    pair, found = lax.fori_loop(1, ranks - 1, body, (following, found))
     return turn(ranks - 1, pair, found)
 
 
@@ -299,14 +315,13 @@ def _visit_back(
     def body(distance: Any, carry: tuple) -> tuple:
         pair, found, total = carry
         # Neither transfer waits for this turn's products.
-        following, arrived = _passed(pair, axis), _passed(total, axis)
-        found, gradients = turn(distance, pair, found)
+        moved = _passed(pair, axis), _passed(total, axis)
+        (following, arrived), (found, gradients) = lax.optimization_barrier((moved, turn(distance, pair, found)))
         return following, found, jax.tree.map(jnp.add, arrived, gradients)
 
-    carry = lax.fori_loop(1, ranks - 1, body, (_passed(pair, axis), found, own))
-    pair, found, total = carry
-    arrived = _passed(total, axis)
-    found, gradients = turn(ranks - 1, pair, found)
+    following, (found, own) = lax.optimization_barrier((_passed(pair, axis), (found, own)))
+    pair, found, total = lax.fori_loop(1, ranks - 1, body, (following, found, own))
+    arrived, (found, gradients) = lax.optimization_barrier((_passed(total, axis), turn(ranks - 1, pair, found)))
     return found, _passed(jax.tree.map(jnp.add, arrived, gradients), axis)
 
 

@@ -55,9 +55,17 @@ AXES = {
 }
 
 
+MAIN = (DATA, PIPE, TENSOR)  # those that tables show whatever their sizes
+
+
 def more_axes() -> tuple[str, ...]:
     """Return the axes besides data, pipe and tensor, in the order of the mesh."""
-    return tuple(name for name in AXES if name not in (DATA, PIPE, TENSOR))
+    return tuple(name for name in AXES if name not in MAIN)
+
+
+def shown(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes that tables show: those of data, pipe and tensor, and of other axes with several devices."""
+    return {name: size for name, size in sizes.items() if name not in more_axes() or size > 1}
 
 
 def batch_axes() -> tuple[str, ...]:
@@ -110,6 +118,11 @@ def parts(dim: str, sizes: Mapping[str, Any]) -> Any:
     return math.prod(size for name, size in sizes.items() if dim in AXES[name].dims)
 
 
+def sequence_parts(sizes: Mapping[str, Any]) -> Any:
+    """Return the number of devices that share each sequence through all layers; arguments are those of `parts`."""
+    return math.prod(size for name, size in sizes.items() if AXES[name].sequence)
+
+
 def in_words(sizes: Mapping[str, int]) -> str:
     """Return the sizes of the axes as tables have them: "data=2 pipe=4 tensor=1"."""
-    return " ".join(f"{name}={size}" for name, size in sizes.items())
+    return " ".join(f"{name}={size}" for name, size in shown(sizes).items())

@@ -75,11 +75,16 @@ def each(name: str, values: Iterable[object]) -> Iterator[Way]:
     return ({name: value} for value in values)
 
 
+def divisors(n: int, most: int | None = None) -> list[int]:
+    """Return the divisors of n up to `most`, rising; None: all."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return [d for d in small + [n // d for d in reversed(small) if d * d < n] if most is None or d <= most]
+
+
 def near(n: int, target: int, fits: Callable[[int], bool] = lambda d: True) -> Iterator[int]:
     """Yield divisors of n nearest to `target`, below and above it in turn, of those that also fit the other rules."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    divisors = [d for d in small + [n // d for d in reversed(small) if d * d < n] if fits(d)]
-    below, above = ([d for d in divisors if d <= target], [d for d in divisors if d > target])
+    some = [d for d in divisors(n) if fits(d)]
+    below, above = ([d for d in some if d <= target], [d for d in some if d > target])
     pairs = itertools.zip_longest(below[: -_NEAR - 1 : -1], above[:_NEAR])
     yield from (d for pair in pairs for d in pair if d is not None)
 

@@ -64,6 +64,7 @@ class Config(Checked):
         model, mesh = self.model, self.mesh
         steps("profile", self.profile, self.run.steps)
         self._check_split()
+        self._check_sequence()
         require(
             not mesh.sequence_parallel or model.sequence % mesh.tensor == 0,
             f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
@@ -94,21 +95,6 @@ class Config(Checked):
     def _check_split(self) -> None:
         """Require that axes divide what they split, each together with those before it that split the same."""
         model, sizes, axes = self.model, self.mesh.sizes, (TENSOR, *more_axes())
-        for axis, parts in ((axis, AXES[axis].sequence * sizes[axis]) for axis in axes if sizes[axis] > 1):
-            parts *= sizes[TENSOR] if self.mesh.sequence_parallel else 1
-            require(
-                not parts or model.sequence % parts == 0,
-                f"mesh.{axis}={sizes[axis]} splits model.sequence={model.sequence} in {parts} parts, which do not divide it",
-                each("model.sequence", multiples_near(max(parts, 1), model.sequence)),
-                {f"mesh.{axis}": 1},
-            )
-        over = sizes[TENSOR] * sizes[CONTEXT]
-        require(
-            self.mesh.context_form != "heads" or model.key_value_heads % over == 0,
-            f"mesh.context_form=heads splits {model.key_value_heads} heads of keys over mesh.tensor={sizes[TENSOR]} x "
-            f"mesh.context={sizes[CONTEXT]}, which do not divide them",
-            each("mesh.context_form", [form for form in CONTEXT_FORMS if form != "heads"]),
-        )
         for i, axis in enumerate(axes):
             whole = math.gcd(*(size for name, size in model.split_by(axis).items() if name != "padded_vocab"))
             vocabulary = model.vocabulary_for(sizes[axis]) if axis == TENSOR else 0
@@ -120,6 +106,26 @@ class Config(Checked):
                     f"model.{name}={size} is not divisible by {' x '.join(f'mesh.{o}={sizes[o]}' for o in over)}",
                     {"model.vocab_multiple": vocabulary} if vocabulary else fits,
                 )
+
+    def _check_sequence(self) -> None:
+        """Require that devices that share sequences have equal parts, and heads if they exchange tokens for them."""
+        model, sizes, sequence = self.model, self.mesh.sizes, self.mesh.sequence_parallel
+        for axis in (name for name, size in sizes.items() if AXES[name].sequence and size > 1):
+            parts = AXES[axis].sequence * sizes[axis] * (sizes[TENSOR] if sequence else 1)
+            require(
+                model.sequence % parts == 0,
+                f"mesh.{axis}={sizes[axis]}{' with mesh.sequence_parallel' * sequence} splits model.sequence="
+                f"{model.sequence} into {parts} equal parts, which it cannot be",
+                each("model.sequence", multiples_near(parts, model.sequence)),
+                {f"mesh.{axis}": 1},
+            )
+        over = sizes[TENSOR] * sizes[CONTEXT]
+        require(
+            self.mesh.context_form != "heads" or model.key_value_heads % over == 0,
+            f"mesh.context_form=heads splits {model.key_value_heads} heads of keys over mesh.tensor={sizes[TENSOR]} x "
+            f"mesh.context={sizes[CONTEXT]}, which do not divide them",
+            each("mesh.context_form", [form for form in CONTEXT_FORMS if form != "heads"]),
+        )
 
     def _check_schedule(self) -> None:
         """Require that the schedule is one for the mesh, the layers and the batch."""

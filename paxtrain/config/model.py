@@ -178,7 +178,11 @@ class ModelConfig(Checked):
 
     def split_by(self, axis: str) -> dict[str, int]:
         """Return the sizes that an axis has to divide, by name; 1 for what the model has not."""
-        return self.split_sizes if axis == TENSOR else {dim: self.dims.get(dim, 1) for dim in AXES[axis].dims}
+        if axis == TENSOR:
+            return self.split_sizes
+        pieces = AXES[axis].sequence
+        each = {f"sequence // {pieces}": 1 if self.sequence % pieces else self.sequence // pieces} if pieces else {}
+        return each | {dim: self.dims.get(dim, 1) for dim in AXES[axis].dims}
 
     def undivided(self, mesh: Mapping[str, int]) -> dict[str, int]:
         """Return the dims that axes of some sizes cannot split evenly, and their sizes."""

@@ -216,7 +216,9 @@ def check_layer(config: ModelConfig, mesh: AxisSizes, sequence_parallel: bool) -
             )
         return found
 
-    parts = math.prod(size for axis, size in mesh.items() if AXES[axis].sequence or (axis == TENSOR and sequence_parallel))
+    parts = math.prod(
+        size for axis, size in mesh.items() if AXES[axis].sequence or (axis == TENSOR and sequence_parallel)
+    )
     x = given((1, config.sequence // parts, config.hidden), config.dtype)
     for kind in dict.fromkeys(parameters.kinds(config)):
         rows = parameters.of_kind(config, kind)

@@ -68,6 +68,8 @@ def of(config: Config, platform: str, masked: bool, compressed: bool, virtual: b
     if platform != "gpu":
         return (CPU_OPTIONS if mesh.pipe > 1 else {}) | (CPU_EMULATED if virtual else {})
     estimate = GPU_ESTIMATE if compressed or (masked and not mesh.sequence_parallel) else {}
+    # By this estimate a ring's transfers take no time, and XLA puts them behind attention, which they could lie under.
+    estimate = {} if mesh.context > 1 else estimate
     # What the user's XLA_FLAGS say about graphs stands. With tensor parallelism all loops but W's have collectives.
     graphs = mesh.tensor == 1 or config.pipeline.spec.splits
     loops = mesh.pipe > 1 and graphs and _GRAPHS not in os.environ.get("XLA_FLAGS", "")

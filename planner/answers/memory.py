@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import AXES
+from paxtrain.config.axes import AXES, MAIN
+from paxtrain.config.checks import divisors
 from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
@@ -28,7 +29,7 @@ from planner.planning.options import PlanOptions
 from planner.report.text import aligned, hosts, labelled, longer, mesh, schedule
 from planner.search import layers
 from planner.search.search import Search
-from planner.search.space import Space, candidate_of, divisors, enumerate_candidates
+from planner.search.space import Space, candidate_of, enumerate_candidates
 
 # What changes together besides the mesh, as columns of the space, and the flags that choose it.
 _CHOICES = {
@@ -149,7 +150,7 @@ class MemoryAnswer:
     def _table(self) -> list[list[str]]:
         uses = list(self.uses.values())
         rows = [["GB a device", *self.uses]]
-        rows.append([" x ".join(AXES), *(mesh(use.candidate) for use in uses)])
+        rows.append([" x ".join(MAIN), *(mesh(use.candidate) for use in uses)])
         rows.append(["micro-batch", *(str(use.candidate.micro_batch) for use in uses)])
         rows.append(["schedule", *(_schedule(use.candidate) for use in uses)])
         rows.append(["save", *(use.candidate.save for use in uses)])

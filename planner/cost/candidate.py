@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import OuterConfig, scans
-from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, AxisSizes, inside_axes, layer_sizes, more_axes
+from paxtrain.config.axes import (
+    AXES,
+    DATA,
+    PIPE,
+    TENSOR,
+    AxisSizes,
+    inside_axes,
+    layer_sizes,
+    more_axes,
+    sequence_parts,
+)
 from paxtrain.schedule.schedules import spec_of
 from paxtrain.schedule.stage_map import StageMap
 from planner.cost.coded import LOW_RANK, Coded
@@ -132,7 +142,7 @@ class Candidate:
     @property
     def parts(self) -> int:
         """Number of parts of the sequence; a device keeps and sends one."""
-        return self.tensor if self.sequence_parallel else 1
+        return sequence_parts(self.sizes) * (self.tensor if self.sequence_parallel else 1)
 
     @functools.cached_property
     def compresses_forward(self) -> bool:

@@ -25,6 +25,11 @@ def ring(size: Array | float, members: Array | int, bandwidth: Array | float) ->
     return 2 * (members - 1) / np.maximum(members, 1) * size / bandwidth
 
 
+def all_reduce(members: int, size: float, alpha: float, bandwidth: float) -> float:
+    """Return the seconds of an all-reduce of `size` bytes over a ring whose messages take `alpha` seconds besides."""
+    return 2 * (members - 1) * alpha + float(ring(size, members, bandwidth))
+
+
 def pipette(
     forward: Array,
     backward: Array,

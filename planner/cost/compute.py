@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts
+from paxtrain.config.axes import TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts, sequence_parts
 from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
@@ -23,7 +23,7 @@ from paxtrain.schedule.schedules import Numbers
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
 from planner.cluster.device_sheets import REACH, SHEETS, DeviceSheet
 from planner.cluster.products import UNKNOWN_SHAPES, ProductRates
-from planner.cost.closed_forms import ring
+from planner.cost.closed_forms import all_reduce
 from planner.program.cache import layer_program
 from planner.program.layer_program import Bytes, LayerProgram, MatrixProduct, Work
 
@@ -90,11 +90,6 @@ class LayerCosts:
     optimizer: float
     byte: float
     chunk: float = 0.0
-
-
-def all_reduce(members: int, size: float, alpha: float, bandwidth: float) -> float:
-    """Return the seconds of an all-reduce of `size` bytes over a ring."""
-    return 2 * (members - 1) * alpha + float(ring(size, members, bandwidth))
 
 
 def launched(seconds: Numbers, launches: Numbers, sharpness: int = _SHARPNESS) -> Any:
@@ -184,7 +179,7 @@ class _Layer:
             backward = self.moves(moved)
             return _PassSeconds(self.moves(f.moved), backward, self.moves(b.moved) - backward, self.moves(w.moved))
         sequence = self.mesh[TENSOR] if self.sequence_parallel else 1
-        size = self.micro_batch * self.model.sequence * self.model.hidden * self.rates.item
+        size = self.micro_batch * self.model.sequence // sequence_parts(self.mesh) * self.model.hidden * self.rates.item
         once = size * (0.4 / sequence + 0.6 / parts("ffn", self.mesh)) / self.rates.memory
         forward = _ACTIVATION_PASSES * once
         return _PassSeconds(forward, 2 * forward, _SPLIT_PASSES["input"] * once, _SPLIT_PASSES["weights"] * once)
@@ -203,24 +198,29 @@ class _Layer:
         stored = _seconds(self.rates, work.attention, self.micro_batch)
         if self.model.module or not work.attention:
             return fused + stored
-        scores = -(-self.micro_batch * self.model.heads // parts("heads", self.mesh)) * self.model.sequence**2
+        scores = (
+            -(-self.micro_batch * self.model.heads // parts("heads", self.mesh))
+            * self.model.sequence**2
+            // sequence_parts(self.mesh)
+        )
         traffic = self.shares.scores * scores * self.rates.item / self.rates.memory
         return times * stored + passes * traffic
 
-    def exchanged(self, work: Work) -> float:
+    def exchanged(self, work: Work, under: float = 0.0) -> float:
         """Return the seconds of collectives, each on the links of the axes that it runs over, which lie inside hosts.
 
         An all-reduce over a ring is a reduce-scatter and an all-gather, which take half of it each (Korthikanti et al.
-        2022), as an all-to-all does.
-        """
-        total = 0.0
+        2022), as an all-to-all does. Messages to a neighbour lie under attention, of `under` seconds."""
+        total = hops = 0.0
         for one in work.collectives:
             members = math.prod(self.mesh.get(axis, 1) for axis in one.axes)
             size = one.bytes.of(self.micro_batch) * (members if one.kind == "all-gather" else 1)
             whole = all_reduce(members, size, *self.inside)
-            hop = self.inside[0] + size / self.inside[1]
-            total += one.times * {"all-reduce": whole, "collective-permute": hop}.get(one.kind, whole / 2)
-        return total
+            if one.kind == "collective-permute":
+                hops += one.times * (self.inside[0] + size / self.inside[1])
+            else:
+                total += one.times * (whole if one.kind == "all-reduce" else whole / 2)
+        return total + max(hops - under, 0.0)
 
     def launched(self, busy: float, launches: float, exchanged: float) -> float:
         """Return the seconds of kernels and collectives; the latter lie under launches if a host runs ahead of both."""
@@ -250,7 +250,7 @@ class _Layer:
             more = found.backward.beyond(plain.backward)
             passes = max(self.moves(found.moved) - self.moves(plain.moved), 0.0) if self.model.module else passes
         busy = self.products(more) + self.attention(more, _SCORE_PASSES[0]) + passes
-        return self.launched(busy, _RELAUNCHED.get(save, 1.0) * launch, self.exchanged(more))
+        return self.launched(busy, _RELAUNCHED.get(save, 1.0) * launch, self.exchanged(more, self.attention(more)))
 
 
 def sheet(
@@ -279,7 +279,7 @@ def sheet(
         sequence_parallel: MeshConfig.sequence_parallel.
     """
     item = ITEM[model.dtype]
-    tokens, h = micro_batch * model.sequence, model.hidden
+    tokens, h = micro_batch * model.sequence // sequence_parts(mesh), model.hidden
     peak = (device.peak_flops if model.dtype == "bfloat16" else device.single_flops) * shares.matmul
     peak *= device.reach * (1.0 if device.sms else UNKNOWN_SHAPES)
     rates = ProductRates(peak, device.bandwidth * shares.memory, device.sms, item)
@@ -293,12 +293,12 @@ def sheet(
     doubled = f if f.attention and not model.module else b
     attention, attention_backward = one.attention(f, _SCORE_PASSES[0]), one.attention(doubled, _SCORE_PASSES[1], 2)
     passes, of_kernels = one.passes(), ratio * one.products(w)
-    forward = one.launched(one.products(f) + attention + passes.forward, launch, one.exchanged(f))
+    forward = one.launched(one.products(f) + attention + passes.forward, launch, one.exchanged(f, attention))
     rest = ratio * (attention_backward + passes.backward + one.products(b))  # of B besides its products for kernels
-    backward = one.launched(rest + of_kernels, 2 * launch, one.exchanged(b))
+    backward = one.launched(rest + of_kernels, 2 * launch, one.exchanged(b, attention_backward))
     again = one.again(save)
     weights = one.launched(of_kernels + passes.weights, 0.5 * launch, 0.0)
-    rest = one.launched(rest + passes.split, 1.5 * launch, one.exchanged(b)) + again
+    rest = one.launched(rest + passes.split, 1.5 * launch, one.exchanged(b, attention_backward)) + again
     over = parts("vocab", mesh)
     reduce = all_reduce(over, tokens * h * item, *inside)
     rows = model.padded_vocab // over

@@ -19,12 +19,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import AXES, DATA
+from paxtrain.config.axes import DATA, token_axes
 from paxtrain.schedule.schedules import build, spec_of
 from planner.cluster.cluster import PAXTRAIN, Cluster, TrainerExecution, with_crossing
 from planner.cost import compute as costs
 from planner.cost import data_axis, outer
 from planner.cost.candidate import Candidate
+from planner.cost.closed_forms import all_reduce
 from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds, Paths, paths
 from planner.cost.sizes import MASTER, Sizes
 from planner.pipeline import ideal, simulator
@@ -150,18 +151,18 @@ class Problem(Sizes):
 
     @functools.cached_property
     def sums(self) -> Array:
-        """Seconds [P] of the sums of a stage's gradients over axes besides data that split the batch.
+        """Seconds [P] of the sums of a stage's gradients over axes besides data whose devices have other tokens.
 
         They follow the reduction over data, which leaves a rank its shard. Each is an all-reduce inside a host.
         """
         c, seconds = self.candidate, np.zeros(self.candidate.pipe)
         for axis, size in c.sizes.items():
-            if AXES[axis].batch and axis != DATA and size > 1:
+            if axis in token_axes() and axis != DATA and size > 1:
                 layers, tables = self.summed(axis)
                 for stage, meets in enumerate(self.meets):
                     sent = MASTER * (layers + meets * tables) / (c.together if c.zero1 else 1)
                     links = [costs.inside(self.cluster, kind) for kind in set(self.cluster.kinds)]
-                    seconds[stage] += max(costs.all_reduce(size, sent, *link) for link in links)
+                    seconds[stage] += max(all_reduce(size, sent, *link) for link in links)
         return seconds
 
     def links(self, paths: Paths) -> LinkSeconds:

@@ -1,11 +1,11 @@
 """The layouts that a trainer could run on a cluster, as rows of the table of runs, without seconds."""
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.checks import divisors
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster, between
 from planner.cost.candidate import Candidate
@@ -13,11 +13,6 @@ from planner.runs.trials import COLUMNS, Trial, parse
 
 _GBIT = 8e-9  # of a byte per second
 _MOST_LAYOUTS = 400  # of one number of hosts; more are thinned out evenly
-
-
-def _divisors(of: int, most: int) -> Iterator[int]:
-    """Yield the divisors of a number up to another one."""
-    return (n for n in range(1, min(of, most) + 1) if of % n == 0)
 
 
 def _cells(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int) -> dict[str, object]:
@@ -75,14 +70,14 @@ def layouts(cluster: Cluster, model: ModelConfig, trainer: str, hosts: int, glob
     if model.module:
         raise UserError(f"model.module={model.module} has no column in the table of runs; plan it by planner.plan")
     devices, common, found = hosts * cluster.devices_per_host, _cells(cluster, model, trainer, hosts), []
-    for tensor in _divisors(cluster.devices_per_host, model.key_value_heads):
+    for tensor in divisors(cluster.devices_per_host, model.key_value_heads):
         if model.key_value_heads % tensor:
             continue
-        for pipe, sharding in itertools.product(_divisors(devices // tensor, model.layers), ("none", "zero1")):
+        for pipe, sharding in itertools.product(divisors(devices // tensor, model.layers), ("none", "zero1")):
             data = devices // (tensor * pipe)
             if global_batch % data or (data == 1 and sharding == "zero1"):
                 continue
-            for size in _divisors(global_batch // data, global_batch):
+            for size in divisors(global_batch // data, global_batch):
                 row = {
                     **common,
                     **{"devices": devices, "tp": tensor, "pp": pipe, "dp": data, "global_batch": global_batch},

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, ModelConfig
-from paxtrain.config.axes import TENSOR, layer_sizes, more_axes, parts
+from paxtrain.config.axes import TENSOR, layer_sizes, more_axes, parts, sequence_parts
 from paxtrain.model.fragments import fragment_layers
 from paxtrain.model.parameters import by_names, count, stack, table, with_attention
 from paxtrain.model.spec import Parameter
@@ -114,8 +114,13 @@ class Shape:
 
     @property
     def tokens(self) -> PerCandidate:
-        """Tokens of a micro-batch."""
-        return self.micro_batch * self.model.sequence
+        """Tokens of a micro-batch that a device has within layers."""
+        return self.micro_batch * self.model.sequence // self.shared
+
+    @property
+    def shared(self) -> PerCandidate:
+        """Devices that share each sequence through all layers."""
+        return sequence_parts(self.mesh)
 
     @property
     def compute(self) -> int:
@@ -349,7 +354,7 @@ def _link_states(shape: Shape, place: str) -> PerCandidate:
         # A codec may refuse the messages of candidates that do not compress them.
         return shape.coded.state_bytes((int(batch), sequence // int(parts), hidden), dtype, place) if rank else 0.0
 
-    columns = _columns(shape.micro_batch, shape.parts, getattr(shape, f"{place}_rank"))
+    columns = _columns(shape.micro_batch, shape.parts * shape.shared, getattr(shape, f"{place}_rank"))
     return np.vectorize(one, otypes=[float])(*columns)
 
 
@@ -417,7 +422,7 @@ def _backward(shape: Shape) -> PerCandidate:
     layer = t * model.hidden * (24 / shape.parts + 5.5 * c + gathered + 7 * c / parts("ffn", shape.mesh))
     layer = layer + _of_layer(shape, "residuals", _scores) * (4 + c)
     if model.separator >= 0:  # the mask; its gradient, which nothing uses, finds room elsewhere
-        layer = layer + _of_layer(shape, "residuals", _masks) * c * model.sequence**2
+        layer = layer + _of_layer(shape, "residuals", _masks) * c * (model.sequence // shape.shared) ** 2
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)

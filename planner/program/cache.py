@@ -11,13 +11,13 @@ import importlib.metadata
 
 from paxtrain import files
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import TENSOR, AxisSizes
+from paxtrain.config.axes import TENSOR, AxisSizes, sequence_parts
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
 from planner.program.layer_program import Bytes, LayerCollective, LayerProgram, MatrixProduct, Work, mean
 
 _OUTSIDE = ("padded_vocab", "vocab")  # sizes of a model that its layers do not have
-_SOURCES = ("compress/collectives.py", "paxtrain/model", "paxtrain/pipeline")
+_SOURCES = ("compress/collectives.py", "paxtrain/attention", "paxtrain/model", "paxtrain/pipeline")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -36,7 +36,8 @@ def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, 
     """
     sequence_parallel = bool(sequence_parallel) and TENSOR in mesh
     for axis, n in mesh.items():
-        sizes = model.split_by(axis) | ({"sequence": model.sequence} if sequence_parallel and axis == TENSOR else {})
+        own = {"sequence": model.sequence // sequence_parts(mesh)} if sequence_parallel and axis == TENSOR else {}
+        sizes = model.split_by(axis) | own
         if wrong := [f"model.{name}={size}" for name, size in sizes.items() if size % n and name not in _OUTSIDE]:
             raise UserError(f"a {axis} axis of {n} devices cannot split {' and '.join(wrong)}; a divisor could")
     if not model.module:  # all layers are alike

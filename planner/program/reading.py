@@ -15,7 +15,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from paxtrain.config import SAVE_MODES, ModelConfig
-from paxtrain.config.axes import AXES, TENSOR, AxisSizes, in_words
+from paxtrain.config.axes import AXES, TENSOR, AxisSizes, in_words, sequence_parts
 from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
 from paxtrain.model.context import Dropout
@@ -71,7 +71,8 @@ def read(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, kind: str
     devices = AbstractMesh(sizes, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
     # One device's arrays, as if all devices had the same.
     mapped = jax.shard_map(device, mesh=devices, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-    x = _array((batch, model.sequence // (mesh[TENSOR] if sequence_parallel else 1), model.hidden), model.dtype)
+    parts = sequence_parts(mesh) * (mesh[TENSOR] if sequence_parallel else 1)
+    x = _array((batch, model.sequence // parts, model.hidden), model.dtype)
     random = Dropout(_array((2,), "uint32"), _array((batch,), "int32")) if model.residual_dropout else None
     starts = _array((batch, model.sequence), "int32") if model.separator >= 0 else None
     try:
@@ -173,8 +174,10 @@ class _Reader:
                 continue
             shapes, params = [x.aval.shape for x in equation.invars], equation.params
             if kind := attention(name):
+                # A mask that follows the order of tokens leaves half of the scores, which are counted whole.
+                whole = 1 + ("CAUSAL" not in str(params["mask_type"]))
                 for one, count in zip(self._attention(*shapes[:2]), ATTENTION[kind]):
-                    fused[one] += turns * count
+                    fused[one] += turns * count * whole
             elif name == "dot_general":
                 one = self._dot(shapes[0], shapes[1], params["dimension_numbers"])
                 (batched if params["dimension_numbers"][1][0] else products)[one] += turns

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from paxtrain.config.axes import AXES, inside_axes
+from paxtrain.config.axes import MAIN, inside_axes
 from paxtrain.model import parameters
 from paxtrain.tables import times
 from planner.report import answers, drawings, gantt, groups, traffic
@@ -153,7 +153,7 @@ def _head(report: Report) -> str:
     how = "ZeRO-1" if c.zero1 else "replicated optimizer state"
     how += ", sequence parallel" if c.sequence_parallel else ""
     words = (
-        f"{mesh(c)} ({' x '.join(AXES)}), {how}; {micro_batches(c)} micro-batches of size {c.micro_batch}, "
+        f"{mesh(c)} ({' x '.join(MAIN)}), {how}; {micro_batches(c)} micro-batches of size {c.micro_batch}, "
         f"{schedule(c)} schedule, save={c.save}; {compression_words(c)}."
     )
     return f'<p class="what"><b>{html.escape(words)}</b></p><div class="tiles">{drawn}</div>'

@@ -4,7 +4,7 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
-from paxtrain.config.axes import AXES
+from paxtrain.config.axes import MAIN, more_axes
 from paxtrain.config.options import OTHERS, PLACES
 from paxtrain.model import parameters
 from paxtrain.tables import times
@@ -61,9 +61,13 @@ def hosts(number: int) -> str:
 
 
 def mesh(candidate: Candidate) -> str:
-    """Return the sizes of the axes, as "32 x 4 x 1"; " seq" follows if tensor also splits the sequence."""
-    sequence = " seq" if candidate.sequence_parallel else ""
-    return " x ".join(map(str, candidate.sizes.values())) + sequence
+    """Return the sizes of data, pipe and tensor, as "32 x 4 x 1", and what others have, as " context=4".
+
+    " seq" follows if tensor also splits the sequence.
+    """
+    sizes = candidate.sizes
+    others = [f" {name}={sizes[name]}" for name in more_axes() if sizes[name] > 1]
+    return " x ".join(str(sizes[name]) for name in MAIN) + "".join(others) + " seq" * candidate.sequence_parallel
 
 
 def schedule(candidate: Candidate) -> str:
@@ -308,7 +312,7 @@ def headline(report: Report) -> str:
     speed = f"{duration(found.seconds)} a step{within}, {tokens(report.tokens_per_second(found.seconds))} tokens/s"
     used = "" if report.mfu is None else f", {share(report.mfu)} MFU"
     by_rank = f", data ranks of {micro_batches(c)} micro-batches" if c.data_micro_batches else ""
-    return f"{mesh(c)} ({' x '.join(AXES)}), {schedule(c)}, micro-batch {c.micro_batch}{by_rank}: {speed}{used}"
+    return f"{mesh(c)} ({' x '.join(MAIN)}), {schedule(c)}, micro-batch {c.micro_batch}{by_rank}: {speed}{used}"
 
 
 def gains(report: Report) -> list[str]:

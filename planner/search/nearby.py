@@ -14,13 +14,14 @@ import math
 import numpy as np
 
 from paxtrain.config.axes import AXES
+from paxtrain.config.checks import divisors
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import parts
 from planner.cluster.cluster import Cluster, of_hosts
 from planner.cost import compute
 from planner.placement.climb import racks_of
 from planner.search.search import Search
-from planner.search.space import Choices, divisors
+from planner.search.space import Choices
 from planner.search.trials import Found
 
 Array = np.ndarray

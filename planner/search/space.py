@@ -22,7 +22,9 @@ from paxtrain.config.axes import (
     layer_axes,
     layer_sizes,
     more_axes,
+    sequence_parts,
 )
+from paxtrain.config.checks import divisors
 from paxtrain.errors import UserError
 from paxtrain.model.parameters import not_run
 from paxtrain.schedule.schedules import FAMILY, ScheduleSpec, between_ends, code, name_of, names, spec_of
@@ -34,6 +36,7 @@ from planner.cost.coded import LOW_RANK, Coded
 Array = np.ndarray
 BACKWARD = ("none", "epilogue", "all")
 _NO_RANK = 16  # a candidate's rank of messages that it does not compress; the column has 0
+_LEAST_TOKENS = 4096  # of a sequence on a device; with fewer its axis is tried only if it is asked for
 CODED = 1  # rank of what another codec than low rank compresses
 # Schedules that split the backward are left out: real processes took longer with zb_h1 than predicted (docs/cost.md).
 TRIED = names(lambda spec: not spec.splits)
@@ -157,7 +160,8 @@ class Space:
     @property
     def parts(self) -> Array:
         """Parts into which devices split the sequence that they keep and send."""
-        return np.where(self.sequence_parallel, self.tensor, 1)
+        shared = sequence_parts({name: self.column(name) for name in AXES})
+        return shared * np.where(self.sequence_parallel, self.tensor, 1)
 
     @property
     def seat(self) -> Array:
@@ -225,12 +229,6 @@ def numbers_of(candidate: Candidate) -> dict[str, int]:
     return numbers if numbers["backward"] else numbers | {"backward_rank": 0}
 
 
-def divisors(n: int) -> list[int]:
-    """Return all divisors of n, rising."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
 def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[dict[str, int]]:
     """Yield the sizes of all axes, by name, of the meshes that fill the devices and that the records allow."""
     asked, per_host = {name: some for name, some in choices.sizes.items() if some}, cluster.devices_per_host
@@ -238,7 +236,9 @@ def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[
         [
             size
             for size in asked.get(name) or divisors(per_host)
-            if size <= AXES[name].most and not any(whole % size for whole in model.split_by(name).values())
+            if size <= AXES[name].most
+            and not any(whole % size for whole in model.split_by(name).values())
+            and (name in asked or size == 1 or not AXES[name].sequence or model.sequence // size >= _LEAST_TOKENS)
         ]
         for name in inside_axes()
     ]
@@ -357,7 +357,7 @@ def _rows(
             schedule, dtype = code(name), REDUCE_DTYPES.index(choices.reduce_dtype)
             saves = [SAVE_MODES.index(s) for s in choices.saves if not spec_of(name).splits or s in SPLIT_SAVES]
             by_speed = _uneven_data(choices, cluster, data, m, spec_of(name)) if ranks == data else (False,)
-            for sequence in _sequence_parallel(choices, model, tensor):
+            for sequence in _sequence_parallel(choices, model, tensor, sequence_parts(mesh)):
                 message = message_shape(model, tensor, micro_batch, sequence)
                 if pipe > 1 and not takes(_activations_problem(choices, model, message)):
                     continue
@@ -407,8 +407,8 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
                 yield between_ends(most), 1
 
 
-def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tuple[bool, ...]:
-    return (False,) if tensor == 1 or model.sequence % tensor else choices.sequence_parallel
+def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int, shared: int) -> tuple[bool, ...]:
+    return (False,) if tensor == 1 or model.sequence % (tensor * shared) else choices.sequence_parallel
 
 
 def _uneven_data(choices: Choices, cluster: Cluster, data: int, m: int, spec: ScheduleSpec) -> tuple[bool, ...]:

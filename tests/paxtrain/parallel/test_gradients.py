@@ -30,6 +30,7 @@ SHAPES = {
     "gpt2 untied": {"tied_head": False},
     "llama": LLAMA,
     "llama untied": LLAMA | {"tied_head": False},
+    "gemma2": {"family": "gemma2", "kv_heads": 2, "options": {"sliding_window": 5, "attn_logit_softcapping": 2.0}},
 }
 
 
@@ -42,6 +43,7 @@ def config(
     shape="gpt2",
     separator=-1,
     sequence=False,
+    form="ring",
     **pipeline,
 ):
     """Return a configuration whose stages do what they do on GPUs while they have no op, if nothing else is said."""
@@ -53,7 +55,7 @@ def config(
         mesh,
         (global_batch, 2 if mesh[0] < 8 else 1),
         model={**model, "embedding_dropout": dropout, "residual_dropout": dropout, **SHAPES[shape]},
-        mesh={"zero1": zero1, "sequence_parallel": sequence},
+        mesh={"zero1": zero1, "sequence_parallel": sequence, "context_form": form},
         pipeline=pipeline,
     )
 
@@ -171,6 +173,7 @@ def name(c) -> str:
     extra += ["dropout" if c.model.residual_dropout else ""]
     extra += ["" if c.model.separator < 0 else "documents", "sequence" if c.mesh.sequence_parallel else ""]
     mesh = f"{c.mesh.data}x{c.mesh.pipe}x{c.mesh.tensor}"
+    mesh += f"x{c.mesh.context} {c.mesh.context_form}" if c.mesh.context > 1 else ""
     return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
 
 
@@ -192,6 +195,30 @@ CASES += [pytest.param(c, marks=pytest.mark.slow) for c in [*COVERING, *TOGETHER
 
 @pytest.mark.parametrize("c", CASES, ids=name)
 def test_gradients_equal_one_device(c):
+    check(c)
+
+
+# A sequence that devices share: mesh (data, pipe, tensor, context).
+SHARED = [
+    config((1, 2, 1, 2), 4, layers=2, sequence=False, dropout=0.2, separator=5, schedule="zb_h1"),
+    config((1, 1, 2, 4), 4, layers=2, form="gather", shape="gemma2", separator=5, scan_layers="off", sequence=True),
+    config((2, 1, 1, 4), 8, layers=2, form="heads", shape="llama untied", separator=5),
+    config((1, 2, 2, 2), 8, sequence=True, dropout=0.2, separator=5),
+    config((1, 2, 1, 4), 8, shape="gemma2", schedule="1f1b", save="layer_inputs", separator=5),
+    config((2, 1, 2, 2), 8, shape="gemma2", form="gather", save="inputs", zero1=False),
+    config((1, 1, 1, 8), 4, save="residuals", separator=5),
+    config((1, 2, 1, 4), 8, schedule="gpipe", idle="skip", save="residuals", form="gather"),
+    config((1, 2, 2, 2), 8, schedule="interleaved_1f1b", virtual_stages=2, shape="llama", form="heads"),
+    config((1, 2, 2, 2), 12, schedule="zb_v", virtual_stages=2, dropout=0.2),
+    config((2, 2, 1, 2), 16, schedule="dualpipe_v", virtual_stages=2, shape="llama untied", sequence=False),
+    config((1, 2, 2, 2), 8, schedule="zb_h1", save="residuals", shape="llama", sequence=True, scan_layers="off"),
+]
+
+
+@pytest.mark.parametrize(
+    "c", [pytest.param(c, marks=() if i < 2 else pytest.mark.slow) for i, c in enumerate(SHARED)], ids=name
+)
+def test_gradients_equal_one_device_where_devices_share_sequences(c):
     check(c)
 
 
