@@ -179,7 +179,7 @@ def table(report: Report) -> list[list[str]]:
         rows.append(
             [
                 f"{n}{'*' if found is report.chosen else ' '}",
-                mesh(c).replace(" ", ""),
+                mesh(c).replace(" x ", "x"),
                 f"{c.micro_batch}{' uneven' if c.data_micro_batches else ''}",
                 schedule(c),
                 c.save,
