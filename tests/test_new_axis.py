@@ -300,7 +300,7 @@ def wide(monkeypatch):
     [
         {"data": 2, "tensor": 2, "wide": 2, "sequence_parallel": True},
         {"pipe": 2, "wide": 4},
-        pytest.param({"data": 2, "tensor": 2, "wide": 2, "zero1": False}, marks=pytest.mark.once),
+        pytest.param({"data": 2, "tensor": 2, "wide": 2, "shard": "none"}, marks=pytest.mark.once),
     ],
 )
 def test_gradients_of_what_it_splits_are_those_of_one_device(wide, mesh):

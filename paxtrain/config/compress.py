@@ -266,7 +266,7 @@ class TablesConfig(PlaceConfig):
 
 @dataclasses.dataclass(frozen=True)
 class WeightsConfig(PlaceConfig):
-    """The layers' kernels as they are gathered over data before a step, with mesh.zero1."""
+    """The layers' kernels as they are gathered over data, with any mesh.shard but none."""
 
     place = "weights"
     dense = "weights are not close to any low rank"

@@ -91,6 +91,7 @@ class Config(Checked):
         self._check_outer()
         self._check_inside()
         self._check_weights()
+        self._check_shard()
 
     def _check_split(self) -> None:
         """Require that axes divide what they split, each together with those before it that split the same."""
@@ -293,10 +294,39 @@ class Config(Checked):
             what += f"mesh.data={data}"
         require(
             not codec or (self.mesh.zero1 and data > groups),
-            f"compress.weights.codec={codec} needs mesh.zero1 and weights that are {what}",
-            ({"mesh.zero1": True} | way for way in (self._larger_groups() if data == groups else [{}])),
+            f"compress.weights.codec={codec} needs mesh.shard=optimizer or more, and weights that are {what}",
+            ({"mesh.shard": "optimizer"} | way for way in (self._larger_groups() if data == groups else [{}])),
             {"compress.weights": OUT},
         )
+
+    def _check_shard(self) -> None:
+        """Require that each micro-batch can reduce-scatter its gradients, if their sums are sharded."""
+        shard, compress = self.mesh.shard, self.compress
+        if not self.mesh.shards_sums:
+            return
+        ways = each("mesh.shard", ("optimizer",))
+        require(
+            not self.uneven,
+            f"mesh.shard={shard} needs data ranks that run the same micro-batches, but batch.data_micro_batches="
+            f"{self.batch.data_micro_batches}",
+            {"batch.data_micro_batches": OUT},
+            ways,
+        )
+        require(
+            compress.data.chosen == "none",
+            f"mesh.shard={shard} reduces gradients over data in each micro-batch, and compress.data those of a step",
+            {"compress.data": OUT},
+            ways,
+        )
+        for name in ("codec", "sync"):
+            value = getattr(compress.embedding, name)
+            require(
+                value in ("", "auto", "fused"),
+                f"mesh.shard={shard} reduces the embedding's gradients over data in each micro-batch, and "
+                f"compress.embedding.{name}={value} those of a step",
+                {f"compress.embedding.{name}": OUT},
+                ways,
+            )
 
     def _larger_groups(self) -> Iterator[Way]:
         """Yield ways to several data ranks that train together."""

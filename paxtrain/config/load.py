@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from paxtrain.config.checks import require, shown
 from paxtrain.config.config import Config
 from paxtrain.config.options import OptionValues
+from paxtrain.config.parallel import MeshConfig
 from paxtrain.errors import UserError
 from paxtrain.files import find, read_json
 
@@ -39,7 +40,7 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
         raise UserError(f"{path or 'the configuration'} must be a mapping, got {shown(values)}")
     hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if typing.get_origin(hint) is not ClassVar}
     kwargs: dict[str, object] = {}
-    for key, value in dict(items()).items():
+    for key, value in renewed(cls, dict(items())).items():
         name = f"{path}.{key}" if path else key
         require(key in hints, f"unknown configuration key {name}; known here: {', '.join(sorted(hints))}")
         kwargs[key] = _value(hints[key], value, name)
@@ -47,6 +48,11 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
     where = f" in {path}" if path else ""
     require(not missing, f"{', '.join(missing)} missing{where}; known here: {', '.join(sorted(hints))}")
     return cls(**kwargs)
+
+
+def renewed(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a section's values by today's names, given those that an earlier version may have recorded."""
+    return cls.renewed(values) if hasattr(cls, "renewed") else values
 
 
 def _required(field: dataclasses.Field) -> bool:
@@ -173,7 +179,8 @@ def recorded(path: str) -> dict[str, Any]:
     def parse(values: object) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise UserError(f"must be an object of sections, got {shown(values)}")
-        return values
+        mesh = values.get("mesh")
+        return {**values, "mesh": renewed(MeshConfig, mesh)} if isinstance(mesh, dict) else values
 
     values = read_json(
         path,

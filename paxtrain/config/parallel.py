@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import numpy as np
 
 from paxtrain.config.axes import AXES, AxisSizes, batch_axes, layer_sizes
-from paxtrain.config.checks import OUT, Checked, bounded, choice, counts, each, multiples_near, positive, require
+from paxtrain.config.checks import OUT, Checked, bounded, choice, counts, each, multiples_near, positive, require, shown
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, ScheduleSpec, between_ends, names, spec_of
 
@@ -16,6 +16,7 @@ MOST_SEQUENCES = 2**20  # of an optimizer step
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
 CONTEXT_FORMS = ("ring", "gather", "heads")
 REDUCE_DTYPES = ("float32", "bfloat16")
+SHARDS = ("none", "optimizer", "gradients", "weights")
 SPLIT_SAVES = ("dots", "residuals")  # save modes of schedules that split the backward
 # Up to how many layers of a stage are compiled one by one, and of a stage that is alone. A loop copies each layer's
 # weights and residuals: the 24 layers of a model with 1.3B parameters take 13% longer in one on an H200, and compile in
@@ -48,8 +49,10 @@ class MeshConfig(Checked):
         pipe: stages, each with a share of the layers.
         context: devices that share each sequence, for long ones.
         tensor: devices that share the matrices of each layer.
-        zero1: whether gradients, master weights and optimizer state are sharded over data (reduce-scatter and
-            all-gather) or replicated (all-reduce).
+        shard: what is sharded over data: "none" (gradients are all-reduced); "optimizer" (master weights and optimizer
+            state; a step gathers the weights and reduce-scatters the gradients once); "gradients" (also the sums of
+            gradients, which each micro-batch reduce-scatters); or "weights" (also the weights, which each layer gathers
+            when it needs them).
         sequence_parallel: whether a tensor group splits the sequence between the split matrices, so that each device
             keeps and sends a part of the activations.
         context_form: how devices of a context group see each other's tokens (paxtrain/attention/split.py): "ring" and
@@ -61,7 +64,7 @@ class MeshConfig(Checked):
     pipe: int = 1
     context: int = 1
     tensor: int = 1
-    zero1: bool = True
+    shard: str = "optimizer"
     sequence_parallel: bool = False
     reduce_dtype: str = "float32"
     context_form: str = "ring"
@@ -69,6 +72,7 @@ class MeshConfig(Checked):
     def check(self) -> None:
         positive("mesh", self, *AXES)
         bounded("mesh", self, **{name: axis.most for name, axis in AXES.items()})
+        choice("mesh.shard", self.shard, SHARDS)
         choice("mesh.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         choice("mesh.context_form", self.context_form, CONTEXT_FORMS)
         require(
@@ -77,6 +81,40 @@ class MeshConfig(Checked):
             {"mesh.tensor": 2},
             {"mesh.sequence_parallel": False},
         )
+
+    @classmethod
+    def renewed(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values by key in which `zero1`, which earlier versions recorded, has become `shard`.
+
+        Raises:
+            UserError: zero1 is neither True nor False, or shard says something else.
+        """
+        found = dict(values)
+        if "zero1" not in found:
+            return found
+        given = found.pop("zero1")
+        require(type(given) is bool, f"mesh.zero1 must be of type bool, got {shown(given)}")
+        shard = found.setdefault("shard", cls.of_zero1(given))
+        require(
+            (shard != "none") == given,
+            f"mesh.zero1={given}, as earlier versions called mesh.shard={cls.of_zero1(given)}, but mesh.shard={shard}",
+        )
+        return found
+
+    @staticmethod
+    def of_zero1(zero1: bool) -> str:
+        """Return `shard` if only the optimizer's state may be sharded."""
+        return "optimizer" if zero1 else "none"
+
+    @property
+    def zero1(self) -> bool:
+        """True if master weights and optimizer state are sharded over data."""
+        return self.shard != "none"
+
+    @property
+    def shards_sums(self) -> bool:
+        """True if a data rank sums its shards of the gradients only, which each micro-batch reduce-scatters."""
+        return self.shard in ("gradients", "weights")
 
     @property
     def devices(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from paxtrain import files
 from paxtrain.config.compress import CompressConfig
 from paxtrain.config.config import Config
-from paxtrain.config.load import from_dict, read_section
+from paxtrain.config.load import from_dict, read_section, renewed
 from paxtrain.config.optimizer import OuterConfig
 from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
 from paxtrain.errors import UserError
@@ -215,6 +215,6 @@ def from_json(values: object) -> Plan:
     if type(version) is not int or version != VERSION:  # True == 1, too
         raise UserError(f"version must be {VERSION}, got {version!r}")
     plan = read_section(Plan, {key: value for key, value in values.items() if key != "version"}, "")
-    for key in _SECTIONS:
-        _check_whole(key, dataclasses.asdict(getattr(plan, key)), values[key])
+    for key, section in _SECTIONS.items():
+        _check_whole(key, dataclasses.asdict(getattr(plan, key)), renewed(section, values[key]))
     return plan

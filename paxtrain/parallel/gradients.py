@@ -86,6 +86,8 @@ def reduce_tables(compression: Compression, grads: Params, state: State, edges: 
     if compression.tables is not None:
         return compression.tables.reduce(grads, state, edges)
     x = grads["token"]
+    if layout.in_shards("embedding", "token") is not None:
+        return {"token": x}, state
     data, dim = layout.config.mesh.data, layout.data_dims()["embedding"]["token"]
     if layout.config.model.tied_head:
         dim = scatter_dim(layout)
@@ -265,11 +267,14 @@ def reduce_layers(
     """
     if level:
         return _compressed_layers(compression, layers, state, level)
-    dims, zero = compression.layout.data_dims()["layers"], jnp.float32(0)
-    own = [
-        {name: {leaf: without_stage(dims[name][leaf]) for leaf in layer[name]} for name in layer} for layer in layers
-    ]
-    return means(compression.layout, layers, own), state, LeftOut(zero, zero)
+    layout, zero = compression.layout, jnp.float32(0)
+    dims, arrays = layout.data_dims()["layers"], dict[ArrayKey, jax.Array]()
+    for i, layer in enumerate(layers):
+        arrays |= {(i, *path): layer[path[0]][path[1]] for path in paths(layer)}
+    some = [key for key in arrays if layout.in_shards("layers", *key[1:]) is None]  # the others are reduced
+    along = [without_stage(dims[name][leaf]) for _, name, leaf in some]
+    arrays |= dict(zip(some, means(layout, [arrays[key] for key in some], along), strict=True))
+    return _trees(layers, arrays), state, LeftOut(zero, zero)
 
 
 def without_stage(dim: int) -> int:

@@ -201,6 +201,28 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(dim, self.shapes)
 
+    def in_shards(self, *names: str) -> int | None:
+        """Return the dim, counted from the end, of an array whose gradients are summed in shards; None for others.
+
+        These are the kernels and the tables with mesh.shard=gradients or weights. Norms, biases and positions are
+        small: their gradients are summed as they are, and reduced at the end of a step.
+
+        Args:
+            names: keys of the parameter's path.
+        """
+        return self._in_shards.get(names)
+
+    @functools.cached_property
+    def _in_shards(self) -> dict[tuple[str, ...], int]:
+        """Dims of `in_shards` by the names of the parameters' paths."""
+        found: dict[tuple[str, ...], int] = {}
+        if self.config.mesh.shards_sums:
+            for path, x in jax.tree_util.tree_leaves_with_path(self.shapes):
+                dim = self.data_dim(path, x.shape)
+                if dim is not None and (self.row(path).role == "kernel" or names(path)[-1] == "token"):
+                    found[names(path)] = dim - x.ndim
+        return found
+
     def _edges(self, path: tuple) -> tuple[int, ...]:
         """Return the rows in use of an array outside the layers."""
         return {"token": self.ends, "position": (0,)}.get(names(path)[-1], (self.stage_map.last,))

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.codec import State, Tree
-from compress.reducer import LeftOut, each, stored
-from paxtrain.config.axes import AXES, PIPE
+from compress.codec import Codec, State, Tree
+from compress.reducer import LeftOut, Shard, each, gather, stored
+from paxtrain.config.axes import AXES, DATA, PIPE
 from paxtrain.model import parameters
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.embedding import scatter_dim
-from paxtrain.parallel.layout import Layout, Params
+from paxtrain.parallel.layout import Layout, Params, names
+from paxtrain.parallel.weights import gather_each
 from paxtrain.pipeline.closing import store
 from paxtrain.pipeline.program import Layers, Weights, layers_of
 from paxtrain.pipeline.rings import write_front
@@ -95,9 +96,10 @@ class DataReduction:
     def closes(self, stages: tuple[int, ...]) -> bool:
         """Return whether these stages reduce layer by layer, within their last op.
 
-        They do if there is something to send, and if all of them run the same program.
+        They do if there is something to send, if all of them run the same program, and if sums are not in shards.
         """
-        return self.layout.config.mesh.data > 1 and len({self.ranks[s] for s in stages}) == 1
+        mesh = self.layout.config.mesh
+        return mesh.data > 1 and len({self.ranks[s] for s in stages}) == 1 and not mesh.shards_sums
 
     @jax.named_scope("reduce_gradients")
     def layer(self, stages: tuple[int, ...], total: Params, state: State) -> tuple[Params, State]:
@@ -155,11 +157,22 @@ class DataReduction:
             reduced, state, stats = lax.switch(jnp.array(numbers)[lax.axis_index(PIPE)], branches)
         rows = iter(reduced)
         chunks = [
-            [store(total, [next(rows) for _ in layers_of(total)]) for total in segments] for segments in grads.chunks
+            [self._store(total, [next(rows) for _ in layers_of(total)]) for total in segments]
+            for segments in grads.chunks
         ]
         reduced_rest, tables = self.rest(stages, grads, tables)
         fronts = write_front((grads.embedding, grads.final_norm), (), reduced_rest)
         return Weights(fronts[0], chunks, fronts[1]), [*self._states(state, stats), tables]
+
+    def _store(self, total: Layers, reduced: list[Params]) -> Layers:
+        """Return what `store` does; sums that are in shards stay as they are."""
+        if isinstance(total, list) or not self.layout.config.mesh.shards_sums:
+            return store(total, reduced)
+        # To write equal values to their place XLA would copy the stack.
+        stored = store(total, reduced)
+        assert isinstance(stored, dict)
+        kept = {path: self.layout.in_shards("layers", *path) is not None for path in gradients.paths(total)}
+        return parameters.tree({path: (total if keep else stored)[path[0]][path[1]] for path, keep in kept.items()})
 
     def _joined(self, states: list[State]) -> Tree:
         """Return the state of all layers, given that of each."""
@@ -178,21 +191,25 @@ class DataReduction:
             states: States after the reduction.
         """
         layout, dims = self.layout, self.layout.data_dims()
-        front = functools.partial(gradients.front, layout)
+
+        def front(x: jax.Array, dim: int, *names: str) -> jax.Array:
+            return x if layout.in_shards(*names) is not None else gradients.front(layout, x, dim)
+
         grads = lax.optimization_barrier(grads)
         *states, tables = states
         parts = [part for chunk in grads.chunks for segment in chunk for part in _rows(segment)]
         embedding = jax.tree.map(lambda x: x[None], {k: x for k, x in grads.embedding.items() if k != "token"})
         table = grads.embedding["token"]
         if layout.config.model.tied_head:
-            table, tables = gradients.exchange_tied(self.compression, front(table, scatter_dim(layout)), tables)
+            own = front(table, scatter_dim(layout), "embedding", "token")
+            table, tables = gradients.exchange_tied(self.compression, own, tables)
             table = table[None]
         else:
-            table = front(table, dims["embedding"]["token"])
+            table = front(table, dims["embedding"]["token"], "embedding", "token")
         rows: dict[tuple[str, str], list[jax.Array]] = {}
         for part in parts:
             for name, leaf in gradients.paths(part):
-                own = front(part[name][leaf], dims["layers"][name][leaf])
+                own = front(part[name][leaf], dims["layers"][name][leaf], "layers", name, leaf)
                 rows.setdefault((name, leaf), []).append(own)
         tree = {
             "embedding": {"token": table, **{k: front(x, dims["embedding"][k]) for k, x in embedding.items()}},
@@ -212,6 +229,102 @@ class DataReduction:
             left, total = lax.psum(sums, tuple(axis for axis in AXES if axis != PIPE))
         error = jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
         return jnp.where(jnp.array(self.ranks)[lax.axis_index(PIPE)] > 0, error, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataShards:
+    """Shards over data of weights and of the sums of gradients; it is a paxtrain.pipeline.program.Sharding.
+
+    Attributes:
+        layout: Layout of the parameters.
+        codec: Codec of the kernels that are gathered; None: they travel as they are.
+    """
+
+    layout: Layout
+    codec: Codec | None
+
+    @property
+    def _gathers(self) -> bool:
+        return self.layout.config.mesh.shard == "weights"
+
+    def _parted(self, layer: Params) -> tuple[list[jax.Array], list[int], list[int], jax.tree_util.PyTreeDef]:
+        """Return a layer's arrays, which of them are in shards and along which dims, and the structure of the tree."""
+        leaves, structure = jax.tree_util.tree_flatten_with_path(layer)
+        dims = [self.layout.in_shards("layers", *names(path)) for path, _ in leaves]
+        which = [i for i, dim in enumerate(dims) if dim is not None]
+        arrays = [x for _, x in leaves]
+        return arrays, which, [arrays[i].ndim + (dims[i] or 0) for i in which], structure
+
+    def sums(self, weights: Weights) -> Weights:
+        """Return the shapes of the gradients' sums on a device."""
+
+        def shape(path: tuple, x: jax.Array) -> jax.ShapeDtypeStruct:
+            keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+            dim = self.layout.in_shards(*(("layers", *keys) if len(keys) > 1 else ("embedding", *keys)))
+            sizes = list(x.shape)
+            if dim is not None:
+                sizes[dim] //= self.layout.config.mesh.data
+            return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+        return weights if self._gathers else jax.tree_util.tree_map_with_path(shape, weights)
+
+    @jax.named_scope("gather_weights")
+    def gather(self, layer: Params) -> Params:
+        """Return the weights of a layer, whole."""
+        if not self._gathers:
+            return layer
+        arrays, which, dims, structure = self._parted(layer)
+        parts = [arrays[i] for i in which]
+        if self.codec is None:
+            whole = gather_each(parts, dims)
+        else:
+            where = [Shard(DATA, self.layout.config.mesh.data, dim) for dim in dims]
+            with jax.named_scope("compression"):
+                whole = gather(self.codec, parts, where)
+        for i, x in zip(which, whole, strict=True):
+            arrays[i] = x
+        return jax.tree.unflatten(structure, arrays)
+
+    @jax.named_scope("reduce_gradients")
+    def scatter(self, made: Params) -> Params:
+        """Return what a device sums of the gradients of a layer, or of some of its arrays; others are None.
+
+        Args:
+            made: Sums over one micro-batch, whole arrays in float32.
+        """
+        arrays, which, dims, structure = self._parted(made)
+        for i, x in zip(which, gradients.means(self.layout, [arrays[i] for i in which], dims), strict=True):
+            arrays[i] = x
+        return jax.tree.unflatten(structure, arrays)
+
+    @property
+    def _table_dim(self) -> int | None:
+        """Dim of a table [V/T, H] that is in shards; None if it is whole."""
+        found = self.layout.in_shards("embedding", "token")
+        return None if found is None else found + 2
+
+    @jax.named_scope("gather_weights")
+    def gather_table(self, table: jax.Array) -> jax.Array:
+        """Return a table of the vocabulary, whole."""
+        dim = self._table_dim
+        return gather_each([table], [dim])[0] if self._gathers and dim is not None else table
+
+    @jax.named_scope("reduce_gradients")
+    def scatter_table(self, gradient: jax.Array) -> jax.Array:
+        """Return what a device sums of the gradient of a table of the vocabulary."""
+        dim = self._table_dim
+        return gradient if dim is None else gradients.means(self.layout, [gradient], [dim])[0]
+
+
+def sharding_of(layout: Layout, codec: Codec | None) -> DataShards | None:
+    """Return the shards of a configuration's weights and sums; None if each data rank has all of them.
+
+    Args:
+        layout: Layout of the parameters.
+        codec: Codec of the kernels that are gathered; None: they travel as they are.
+    """
+    mesh = layout.config.mesh
+    return DataShards(layout, codec) if mesh.shards_sums and mesh.data > 1 else None
 
 
 def _rows(segment: Layers) -> list[Params]:

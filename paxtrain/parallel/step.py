@@ -36,11 +36,12 @@ from paxtrain.parallel.compression.settled import CodecStates, Compression
 from paxtrain.parallel.layout import Layout, Params, is_spec
 from paxtrain.parallel.mesh import batch_spec, device_spec, local, spread
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
-from paxtrain.parallel.reduction import DataReduction
+from paxtrain.parallel.reduction import DataReduction, sharding_of
 from paxtrain.parallel.weights import gather_weights
 from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.collectives import position
-from paxtrain.pipeline.stage import Stage, share_of
+from paxtrain.pipeline.program import share_of
+from paxtrain.pipeline.stage import Stage
 from paxtrain.process import compilation_cache, distributed
 from paxtrain.schedule.buffers import Buffers, assign
 from paxtrain.schedule.proof import validate
@@ -314,9 +315,10 @@ class Trainer:
         c = self.config
         share = share_of(self._data_rank(), c.rank_micro_batches, c.batch.micro_batch)
         tokens = tokens.reshape(-1, c.batch.micro_batch, tokens.shape[1])
-        weights = gather_weights(self.layout, params, None if exact else self.compression.weights_codec)
+        codec = None if exact else self.compression.weights_codec
+        weights, sharding = gather_weights(self.layout, params, codec), sharding_of(self.layout, codec)
         program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
-        return Stage(program, weights, tokens, key, share)
+        return Stage(program, weights, tokens, key, share, sharding)
 
     def _data_rank(self) -> jax.Array:
         """Return the data rank of a device in the whole batch."""
@@ -332,8 +334,7 @@ class Trainer:
 
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: CodecStates) -> tuple:
         """Return one device's results for `loss_and_gradients`, before they are assembled to global arrays."""
-        table, compression = self.schedule, self.compression
-        codec = local(codec)
+        table, compression, codec = self.schedule, self.compression, local(codec)
         stage = self.stage(params, tokens, key)
         between = {direction: codec[direction] for direction in ("backward", "forward")}
         reduction = DataReduction(compression, self.ranks, codec["data"], codec.get("embedding", ()))

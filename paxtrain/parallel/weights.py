@@ -1,6 +1,7 @@
 """The weights of a step, gathered over data before the pipeline. All functions run inside `shard_map`.
 
-With ZeRO-1 each data rank keeps a shard of every master weight. A step gathers the weights once, in compute dtype.
+With ZeRO-1 each data rank keeps a shard of every master weight. A step gathers the weights once, in compute dtype. With
+mesh.shard=weights it gathers norms, biases and positions only; a stage gathers kernels and tables when it needs them.
 
 References:
     Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054.
@@ -50,7 +51,7 @@ def on_edges(layout: Layout, run: Callable[[T], T], x: T) -> T:
     return skip(x) if jax.process_count() == 1 else lax.platform_dependent(x, cpu=run, default=skip)
 
 
-def _gather(shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+def gather_each(shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
     """Return arrays gathered over data, each along its dim; an array whose dim is -1 is whole already.
 
     XLA for GPUs buckets collectives of single arrays. XLA for CPUs does not, and over gloo each collective takes
@@ -81,6 +82,11 @@ def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
         return shard
     run = functools.partial(lax.all_gather, axis_name=DATA, axis=dim, tiled=True)
     return on_edges(layout, run, shard)
+
+
+def _in_shards(layout: Layout, path: tuple) -> bool:
+    """Return whether an array of the layers in Weights, given by jax's path, stays in shards."""
+    return layout.in_shards("layers", *(getattr(key, "key", "") for key in path[-2:])) is not None
 
 
 def _is_kernel(layout: Layout, path: tuple) -> bool:
@@ -153,10 +159,15 @@ def gather_weights(layout: Layout, shards: Params, codec: Codec | None = None) -
     table, dim = shards["embedding"]["token"], layout.data_dims()["embedding"]["token"]
     if layout.config.model.tied_head:  # an untied table keeps dim 0: a single stage holds both tables
         table, dim = table[0], max(dim - 1, -1)
-    table = _gather_table(layout, table.astype(layout.config.model.dtype), dim)
+    table = table.astype(layout.config.model.dtype)
+    if layout.config.mesh.shard == "weights":
+        dims = jax.tree_util.tree_map_with_path(lambda path, dim: -1 if _in_shards(layout, path) else dim, dims)
+        dim = -1 if layout.in_shards("embedding", "token") is not None else dim
+        codec = None  # which is of kernels
+    table = _gather_table(layout, table, dim)
     if codec is not None:
         found = _gather_coded(layout, codec, found, dims)
         dims = _without_kernels(layout, dims)
     leaves, structure = jax.tree.flatten(found)
-    gathered = jax.tree.unflatten(structure, _gather(leaves, jax.tree.leaves(dims)))
+    gathered = jax.tree.unflatten(structure, gather_each(leaves, jax.tree.leaves(dims)))
     return gathered._replace(embedding={**gathered.embedding, "token": table})

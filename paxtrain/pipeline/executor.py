@@ -280,7 +280,7 @@ class Rows:
         def body(part: tuple) -> tuple:
             x, (_, residuals, sums) = inbox, part
             if kind.first and chunk == 0:
-                x = jnp.where(stage.index == 0, stage.embed(cell["forward"]), x)
+                x = stage.first_input(cell["forward"], x)
             if not train:
                 return stage.output(chunk, cell["forward"], x), residuals, sums
             y, scalars, residuals = stage.forward(chunk, cell["forward"], x, residuals, (cell["forward_slot"],))
@@ -459,7 +459,7 @@ def loss_and_gradients(
         states of the codecs; the reduction's states; and this stage's sums of its layers' scalars, by name. If there
         is a reduction, reduced gradients lie at the front of the arrays.
     """
-    grads = zeros_like(stage.weights)
+    grads = zeros_like(stage.sharding.sums(stage.weights) if stage.sharding else stage.weights)
     if stage.program.stages == 1:
         loss, scalars, grads, reduced = one_stage(stage, grads, reduction)
         return loss, grads, states, reduced, scalars

@@ -1,11 +1,13 @@
-"""Arguments of a stage's code: its weights by segment, the static facts of the pipeline, a layer's place in it."""
+"""Arguments of a stage's code: its weights by segment, their shards, its part of the batch, the pipeline's facts."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from compress.codec import State, Tree
 from paxtrain.config import ModelConfig
@@ -21,6 +23,8 @@ Layers: TypeAlias = list[Params] | Params
 
 class Weights(NamedTuple):
     """A stage's weights in compute dtype, as one device holds them, split into segments once per step.
+
+    A device may hold shards of some of them (`Sharding`).
 
     The gradient accumulators have the same structure, in float32. They are not stacked over layers, because XLA would
     copy a stacked array on every update: it reads one layer's row from the array as it was before another row's write.
@@ -114,6 +118,65 @@ class Program:
         return tuple(found)
 
 
+class Share(NamedTuple):
+    """A data rank's part of the batch.
+
+    Attributes:
+        first_sample: index in the global batch of the first sequence of micro-batch 0, int32 []; below zero if the
+            data rank lacks it.
+        first: number of the first micro-batch that the data rank has, int32 []; None: it has all.
+        mean: mean number of micro-batches of the data ranks; None: all have all.
+    """
+
+    first_sample: jax.Array
+    first: jax.Array | None = None
+    mean: float | None = None
+
+
+def share_of(rank: jax.Array, counts: Sequence[int], micro_batch: int) -> Share:
+    """Return a data rank's part of the batch.
+
+    Args:
+        rank: position of the data rank, int32 [].
+        counts: number of micro-batches of each data rank.
+        micro_batch: sequences of a micro-batch.
+    """
+    if len(set(counts)) == 1:
+        return Share(rank * (counts[0] * micro_batch))
+    numbers = np.array(counts, np.int32)
+    missing = numbers.max() - numbers
+    # Micro-batches are numbered as those of the longest rank, so the sample of micro-batch 0 may be another's.
+    samples = (np.cumsum(numbers) - numbers - missing) * np.int32(micro_batch)
+    first_sample, first = (jnp.asarray(x, jnp.int32)[rank] for x in (samples, missing))
+    return Share(first_sample, first, int(numbers.sum()) / len(numbers))
+
+
+class Sharding(Protocol):
+    """Shards over data of a stage's weights, and of the sums of their gradients, as the pipeline calls it.
+
+    Some arrays are in shards, and others whole on each data rank. All data ranks of a stage make the same calls.
+    """
+
+    def sums(self, weights: Weights) -> Weights:
+        """Return the shapes of the gradients' sums on a device."""
+
+    def gather(self, layer: Params) -> Params:
+        """Return the weights of a layer, whole."""
+
+    def scatter(self, gradients: Params) -> Params:
+        """Return what a device sums of the gradients of a layer, or of some of its arrays; others are None.
+
+        Args:
+            gradients: sums over one micro-batch, whole arrays in float32.
+        """
+
+    def gather_table(self, table: jax.Array) -> jax.Array:
+        """Return a table of the vocabulary, whole."""
+
+    def scatter_table(self, gradient: jax.Array) -> jax.Array:
+        """Return what a device sums of the gradient of a table of the vocabulary."""
+
+
 class LayerPlace(NamedTuple):
     """The place of a layer in its chunk, while its segment runs.
 
@@ -154,6 +217,12 @@ class Close(NamedTuple):
     run: Callable[..., tuple[Tree, list[Layers], list[State]]]
     reduce: Callable[[Params, State], tuple[Params, State]]
     states: list[State]
+
+
+def some(tree: Params, leaves: dict[int, jax.Array]) -> Params:
+    """Return a tree with some leaves, by number, and None in place of the others."""
+    structure = jax.tree.structure(tree)
+    return jax.tree.unflatten(structure, [leaves.get(n) for n in range(structure.num_leaves)])
 
 
 def layers_of(part: Layers) -> list[Params]:

@@ -14,6 +14,7 @@ References:
 
 import itertools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -21,7 +22,7 @@ from jax.extend import core
 
 from compress.codec import Tree
 from paxtrain.model.transformer import Params
-from paxtrain.pipeline.residuals import SplitVjp, WeightProducts, run, value
+from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, WeightProducts, run, value
 
 
 class SplitBackward:
@@ -160,3 +161,24 @@ class SplitBackward:
             else:
                 added[n] = totals[n] + values[self._gradients[n]].astype(totals[n].dtype)
         return added
+
+
+class TracedLayer(NamedTuple):
+    """A layer of one kind: F and the backward, whole or in two parts.
+
+    Attributes:
+        vjp: F, and what it keeps.
+        split: B and W; None if the schedule does not split the backward.
+        adding: the whole backward.
+        weights: shapes and dtypes of its weights.
+    """
+
+    vjp: SplitVjp
+    split: SplitBackward | None
+    adding: AddingBackward
+    weights: Params
+
+    @property
+    def leaves(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what waits in a ring."""
+        return self.split.leaves if self.split else self.vjp.kept

@@ -1,11 +1,9 @@
 """One stage of the pipeline: F, B and W of one micro-batch on one device, in place over rings and accumulators."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from compress.codec import State, Tree
@@ -13,66 +11,26 @@ from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Scalars
 from paxtrain.model.tensor_parallel import own_tokens
 from paxtrain.model.transformer import Dropout, Params
-from paxtrain.pipeline.program import Close, LayerPlace, Layers, LayerStep, Program, Segment, Weights, layers_of
+from paxtrain.pipeline.program import (
+    Close,
+    LayerPlace,
+    Layers,
+    LayerStep,
+    Program,
+    Segment,
+    Sharding,
+    Share,
+    Weights,
+    layers_of,
+    some,
+)
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
 from paxtrain.pipeline.rings import RingIndex, add, add_some, always, only_if, read, write, write_some
-from paxtrain.pipeline.split_backward import SplitBackward
+from paxtrain.pipeline.split_backward import SplitBackward, TracedLayer
 
 # A segment's residuals: a list of its layers' leaves, or one list of stacked leaves if it is scanned.
 Residuals: TypeAlias = list[jax.Array] | list[list[jax.Array]]
 Ring: TypeAlias = jax.Array | list[Residuals]  # what F keeps of a chunk: its input (save="inputs"), or all residuals
-
-
-class Share(NamedTuple):
-    """A data rank's part of the batch.
-
-    Attributes:
-        first_sample: index in the global batch of the first sequence of micro-batch 0, int32 []; below zero if the
-            data rank lacks it.
-        first: number of the first micro-batch that the data rank has, int32 []; None: it has all.
-        mean: mean number of micro-batches of the data ranks; None: all have all.
-    """
-
-    first_sample: jax.Array
-    first: jax.Array | None = None
-    mean: float | None = None
-
-
-def share_of(rank: jax.Array, counts: Sequence[int], micro_batch: int) -> Share:
-    """Return a data rank's part of the batch.
-
-    Args:
-        rank: position of the data rank, int32 [].
-        counts: number of micro-batches of each data rank.
-        micro_batch: sequences of a micro-batch.
-    """
-    if len(set(counts)) == 1:
-        return Share(rank * (counts[0] * micro_batch))
-    numbers = np.array(counts, np.int32)
-    missing = numbers.max() - numbers
-    # Micro-batches are numbered as those of the longest rank, so the sample of micro-batch 0 may be another's.
-    samples = (np.cumsum(numbers) - numbers - missing) * np.int32(micro_batch)
-    first_sample, first = (jnp.asarray(x, jnp.int32)[rank] for x in (samples, missing))
-    return Share(first_sample, first, int(numbers.sum()) / len(numbers))
-
-
-class TracedLayer(NamedTuple):
-    """A layer of one kind: F and the backward, whole or in two parts.
-
-    Attributes:
-        vjp: F, and what it keeps.
-        split: B and W; None if the schedule does not split the backward.
-        adding: the whole backward.
-    """
-
-    vjp: SplitVjp
-    split: SplitBackward | None
-    adding: AddingBackward
-
-    @property
-    def leaves(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what waits in a ring."""
-        return self.split.leaves if self.split else self.vjp.kept
 
 
 class Stage:
@@ -98,6 +56,7 @@ class Stage:
         divisor: number by which the loss of a micro-batch is divided, so that the mean over data ranks of their sums is
             the mean over all sequences.
         share: the data rank's part of the batch.
+        sharding: shards over data of the weights or of their gradients; None: each data rank has all of them.
         batch: sequences of a micro-batch, B.
         message: shape and dtype of a message between stages, [B, S or S/T, H].
         index: position of the stage on the pipe axis, int32 [].
@@ -111,6 +70,7 @@ class Stage:
         tokens: jax.Array,
         dropout_key: jax.Array | None,
         share: Share,
+        sharding: Sharding | None = None,
     ) -> None:
         """Trace a layer of each kind to find its residuals.
 
@@ -120,8 +80,10 @@ class Stage:
             tokens: the data rank's tokens, int32 [micro-batches, B, S + 1].
             dropout_key: key of the step, uint32 [2]; None without dropout.
             share: the data rank's part of the batch.
+            sharding: shards over data, see the attribute.
         """
         self.program, self.weights, self.tokens, self.share = program, weights, tokens, share
+        self.sharding = sharding
         self.micro_batches, self.batch, length = tokens.shape
         self.divisor = self.micro_batches if share.mean is None else share.mean
         shape = (self.batch, (length - 1) // program.group.parts, program.model.hidden)
@@ -139,7 +101,7 @@ class Stage:
     def _trace(self, kind: str, part: Layers) -> TracedLayer:
         """Return a layer of a kind, traced with the weights of a segment."""
         program, first = self.program, jnp.int32(0)
-        one = part[0] if isinstance(part, list) else jax.tree.map(lambda w: w[0], part)
+        one = jax.eval_shape(lambda: self._whole(layers_of(part)[0], ()))
 
         def layer(
             weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None, starts: jax.Array | None
@@ -150,7 +112,7 @@ class Stage:
         rest = first, self._dropout(first), self._documents(first)
         vjp = SplitVjp(save_policy(program.save)(layer), one, x, *rest)
         split = SplitBackward(vjp, one) if program.splits else None
-        return TracedLayer(vjp, split, AddingBackward(vjp, one))
+        return TracedLayer(vjp, split, AddingBackward(vjp, one), one)
 
     def _layer(self, place: LayerPlace) -> TracedLayer:
         """Return the traced layer of a place's kind."""
@@ -192,10 +154,19 @@ class Stage:
 
     def embed(self, mb: jax.Array) -> jax.Array:
         """Return the embedding of a micro-batch, shaped like a message."""
-        tokens, program = self.tokens[mb, :, :-1], self.program
+        tokens, program, embedding = self.tokens[mb, :, :-1], self.program, self.weights.embedding
+        if self.sharding:
+            table = self._table(0)
+            embedding = {**embedding, "token": table if program.model.tied_head else table[None]}
         return transformer.embed(
-            self.weights.embedding, tokens, program.model, program.group, self._dropout(mb), self._documents(mb)
+            embedding, tokens, program.model, program.group, self._dropout(mb), self._documents(mb)
         )
+
+    def first_input(self, mb: jax.Array, x: jax.Array) -> jax.Array:
+        """Return the input of chunk 0: on the first stage the embedding of a micro-batch, on others x."""
+        if self.sharding:  # others gather no table
+            return only_if(self.index == 0, lambda _: self.embed(mb), x)
+        return jnp.where(self.index == 0, self.embed(mb), x)
 
     def _each_layer(
         self, chunk: int, x: Tree, parts: list[Tree], step: LayerStep, backward: bool = False
@@ -216,9 +187,22 @@ class Stage:
         """Return the slot, in the stage, of a layer of a segment."""
         return chunk * len(self.program.slots) + self.program.segments[number].start + layer
 
-    def at(self, chunk: int, number: int, layer: int | jax.Array) -> tuple[LayerPlace, Params]:
-        """Return the place and the weights of a layer of a scanned segment."""
+    def _whole(self, layer: Params, before: Tree) -> Params:
+        """Return the weights of a layer, gathered if they are in shards, but not before `before` is made."""
+        if self.sharding is None:
+            return layer
+        # Without the order XLA would gather once for F and B, and keep all layers' weights in between.
+        layer, _ = lax.optimization_barrier((layer, before))
+        return self.sharding.gather(layer)
+
+    def at(self, chunk: int, number: int, layer: int | jax.Array, before: Tree) -> tuple[LayerPlace, Params]:
+        """Return the place and the weights of a layer of a scanned segment.
+
+        Args:
+            before: see `_whole`.
+        """
         weights = jax.tree.map(lambda w: w[layer], self.weights.chunks[chunk][number])
+        weights = self._whole(weights, before)
         own = self._layer_of[chunk, self.program.segments[number].start + layer]
         return LayerPlace(own, number, layer, (layer,)), weights
 
@@ -239,12 +223,15 @@ class Stage:
         layers = self._layer_of[chunk, segment.start : segment.start + segment.count]
 
         def one(turn: int | jax.Array, carry: tuple) -> tuple:
-            return step(*self.at(chunk, number, segment.count - 1 - turn if backward else turn), *carry)
+            layer = segment.count - 1 - turn if backward else turn
+            return step(*self.at(chunk, number, layer, carry[0]), *carry)
 
         def unrolled(carry: tuple) -> tuple:
             x, own, each = carry[0], list(carry[1]), layers_of(weights)
+            before = x  # so the weights of a layer are gathered under the layer before, not earlier
             for i in range(segment.count)[:: -1 if backward else 1]:
-                x, own[i] = step(LayerPlace(layers[i], number, i, ()), each[i], x, own[i])
+                whole, before = self._whole(each[i], before), x
+                x, own[i] = step(LayerPlace(layers[i], number, i, ()), whole, x, own[i])
             return x, own
 
         if segment.scan:
@@ -340,9 +327,12 @@ class Stage:
 
         def step(place: LayerPlace, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
             kept, layer = read(place.of(again), (*slot, *place.at)), self._layer(place)
+            own = read(total, place.at)
             # A ring for the backward in two parts has places for more, behind those of F.
-            added, g = layer.adding(weights, kept[: len(layer.vjp.kept)], (g, scalars), read(total, place.at))
-            return g, write(total, place.at, added)
+            added, g = layer.adding(
+                weights, kept[: len(layer.vjp.kept)], (g, scalars), self._zeros(layer) if self.sharding else own
+            )
+            return g, write(total, place.at, add(own, self.sharding.scatter(added)) if self.sharding else added)
 
         g, grads, states = self._accumulate(chunk, g, grads, step, True, close)
         return g, grads, scratch, states
@@ -368,6 +358,7 @@ class Stage:
             (ring, total), at, split = part, (*slot, *place.at), self._layer(place).split
             assert split
             g, early, left = split.input_gradient(weights, read(ring, at), (g, scalars))
+            early = self._scattered(total, early)
             return g, (write_some(ring, at, left), add_some(total, place.at, early))
 
         segments, totals = self.program.segments, grads.chunks[chunk]
@@ -390,11 +381,13 @@ class Stage:
         """
 
         def step(place: LayerPlace, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
-            leaves, split = read(place.of(residuals), (*slot, *place.at)), self._layer(place).split
-            assert split
-            late = jax.tree.leaves(total)
-            totals = {n: read(late[n], place.at) for n in split.late}
-            return x, write_some(total, place.at, split.weight_gradients(weights, leaves, totals))
+            leaves, layer = read(place.of(residuals), (*slot, *place.at)), self._layer(place)
+            assert layer.split
+            late = jax.tree.leaves(self._zeros(layer) if self.sharding else read(total, place.at))
+            added = layer.split.weight_gradients(weights, leaves, {n: late[n] for n in layer.split.late})
+            if self.sharding:
+                return x, add_some(total, place.at, self._scattered(total, added))
+            return x, write_some(total, place.at, added)
 
         _, grads, states = self._accumulate(chunk, (), grads, step, False, close)
         return grads, states
@@ -406,17 +399,28 @@ class Stage:
             g: gradient of the embedding's output, [B, S or S/T, H].
             active: whether this stage holds the first layer and runs its B now, bool []; if not, nothing is added.
         """
-        tokens, dropout = self.tokens[mb, :, :-1], self._dropout(mb)
-        embedding = transformer.embed_gradient(
-            grads.embedding, tokens, g, self.program.model, self.program.group, dropout, active, self._documents(mb)
-        )
-        return grads._replace(embedding=embedding)
+        tokens, program, rest = self.tokens[mb, :, :-1], self.program, (self._dropout(mb), active, self._documents(mb))
+
+        def added(embedding: Params) -> Params:
+            return transformer.embed_gradient(embedding, tokens, g, program.model, program.group, *rest)
+
+        def scattered(embedding: Params) -> Params:
+            """Return what `added` does; the whole table's gradient is there until it is scattered."""
+            zeros, token = self._zeros_of_table(), embedding["token"]
+            made = added({**embedding, "token": zeros if program.model.tied_head else zeros[None]})
+            own = made["token"] if program.model.tied_head else made["token"][0]
+            return {**made, "token": self._add_table(token, own, 0)}
+
+        if not self.sharding:
+            return grads._replace(embedding=added(grads.embedding))
+        run = only_if if program.stages > 1 else always
+        return grads._replace(embedding=run(active, scattered, grads.embedding))
 
     def loss(self, mb: jax.Array, y: jax.Array) -> jax.Array:
         """Return the mean loss of a micro-batch with last output y, over the divisor."""
         targets, weights = self._targets(mb), self.weights
         loss = transformer.head_loss(
-            weights.final_norm, self._table, y, targets, self.program.model, self.program.group
+            weights.final_norm, self._table(-1), y, targets, self.program.model, self.program.group
         )
         return loss / self.divisor
 
@@ -424,9 +428,31 @@ class Stage:
         """Return the tokens that this device's tokens of a micro-batch predict."""
         return own_tokens(self.tokens[mb, :, 1:], 1, self.program.group)
 
-    @property
-    def _table(self) -> jax.Array:
-        return transformer.head_table(self.weights.embedding, self.program.model)
+    def _table(self, row: int) -> jax.Array:
+        """Return a table of the vocabulary, gathered if it is in shards: 0 is the embedding's, -1 the head's."""
+        token = self.weights.embedding["token"]
+        table = token if self.program.model.tied_head else token[row]
+        return self.sharding.gather_table(table) if self.sharding else table
+
+    def _zeros_of_table(self) -> jax.Array:
+        """Return zeros for the whole gradient of a table."""
+        return jnp.zeros(jax.eval_shape(lambda: self._table(0)).shape, jnp.float32)
+
+    def _add_table(self, total: jax.Array, gradient: jax.Array, row: int) -> jax.Array:
+        """Return the accumulators of the tables with the whole gradient of one added, see `_table`."""
+        assert self.sharding
+        part = self.sharding.scatter_table(gradient)
+        return total + part if self.program.model.tied_head else total.at[row].add(part)
+
+    def _zeros(self, layer: TracedLayer) -> Params:
+        """Return zeros for the whole gradients of a layer."""
+        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), layer.weights)
+
+    def _scattered(self, total: Params, gradients: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        """Return what a device sums of some gradients of a layer, by number, given the layer's accumulators."""
+        if self.sharding is None:
+            return gradients
+        return dict(zip(sorted(gradients), jax.tree.leaves(self.sharding.scatter(some(total, gradients)))))
 
     def head(
         self, mb: jax.Array, y: jax.Array, loss: jax.Array, embedding: Params, final_norm: Params
@@ -446,15 +472,18 @@ class Stage:
         token, model = embedding["token"], self.program.model
         value, norm, total, g = transformer.head_gradients(
             self.weights.final_norm,
-            self._table,
+            self._table(-1),
             y,
             self._targets(mb),
             model,
             self.program.group,
             self.divisor,
-            token if model.tied_head else token[-1],
+            self._zeros_of_table() if self.sharding else token if model.tied_head else token[-1],
         )
-        token = total if model.tied_head else token.at[-1].set(total)
+        if self.sharding:
+            token = self._add_table(token, total, -1)
+        else:
+            token = total if model.tied_head else token.at[-1].set(total)
         return loss + value, g, {**embedding, "token": token}, add(final_norm, norm)
 
 

@@ -111,7 +111,7 @@ def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[ja
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, layers=layers),
-        mesh=MeshConfig(data=groups, pipe=1, tensor=tensor, zero1=False),
+        mesh=MeshConfig(data=groups, pipe=1, tensor=tensor, shard="none"),
         pipeline=dataclasses.replace(
             config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers="", scan_layers="off"
         ),

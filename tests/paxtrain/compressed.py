@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from paxtrain.config import Config
+from paxtrain.config import Config, MeshConfig
 from paxtrain.model import transformer
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import probe
@@ -25,7 +25,7 @@ def config(
         mesh,
         (2 * micro_batches * mesh[0], 2),
         model={"layers": layers, "vocab_multiple": 64},
-        mesh={"zero1": zero1, "sequence_parallel": sequence},
+        mesh={"shard": MeshConfig.of_zero1(zero1), "sequence_parallel": sequence},
         pipeline={"schedule": schedule, "virtual_stages": chunks, "scan_layers": "on"},
         optimizer={"learning_rate": 1e-2, "warmup_steps": 1},
         run={"steps": 100},

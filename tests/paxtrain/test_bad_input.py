@@ -105,7 +105,7 @@ BAD_CONFIGURATION = {
     "word for a number": ["mesh.data=two"],
     "fraction for a number": ["mesh.data=2.5"],
     "number for a section": ["mesh=3"],
-    "word for a truth value": ["mesh.zero1=perhaps"],
+    "word for a truth value": ["mesh.sequence_parallel=perhaps"],
     "word for another": ["mesh.sequence_parallel=yes"],
     "compression without messages": ["compress.backward.messages=all", "mesh.pipe=1", "mesh.data=4"],
     "fused without copies": ["compress.embedding.sync=fused", "mesh.pipe=1", "mesh.data=4"],
@@ -127,7 +127,7 @@ BAD_CONFIGURATION = {
     "options without a codec": ["compress.data.options.share=0.5"],
     "rank of another codec": ["compress.backward.codec=int8", "compress.backward.ranks=4"],
     "codec without messages": ["compress.backward.codec=int8", "mesh.pipe=1", "mesh.data=4"],
-    "codec of weights that are not gathered": ["compress.weights.codec=int8", "mesh.zero1=False"],
+    "codec of weights that are not gathered": ["compress.weights.codec=int8", "mesh.shard=none"],
     "codec of weights in groups of one": ["compress.weights.codec=int8", "outer.every=20"],
     "rank above a part between groups": [
         "outer.every=20",

@@ -309,7 +309,7 @@ class Recorded(Run):
                 "mesh__data": 1,
                 "mesh__pipe": 2,
                 "mesh__tensor": 4,
-                "mesh__zero1": False,
+                "mesh__shard": "none",
                 "mesh__sequence_parallel": True,
                 "pipeline__virtual_stages": 2,
                 "pipeline__schedule": "interleaved_1f1b",

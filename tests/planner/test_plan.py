@@ -144,7 +144,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         ["--model.compress.embedding.sync=fused", "--model.model.tied_head=False"],
         ["--model.optimizer.name=muon"],
         ["--model.mesh.pipe=2"],
-        ["--model.mesh.zero1=False"],
+        ["--model.mesh.shard=none"],
         ["--model.pipeline.pipe_layers=7,5"],
         ["--model.batch.data_micro_batches=4,4,2,2"],
         ["--model.pipeline.in_flight=6"],

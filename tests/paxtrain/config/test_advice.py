@@ -136,9 +136,13 @@ CASES = {
     },
     "sums of what is not compressed": {"compress.data.inside": 2, "mesh.data": 2},
     "sums of ranks": {"compress.data.codec": "int8", "compress.data.inside": 3, "mesh.data": 4},
-    "weights that are not split": {"compress.weights.codec": "int8", "mesh.zero1": False, "mesh.data": 2},
+    "weights that are not split": {"compress.weights.codec": "int8", "mesh.shard": "none", "mesh.data": 2},
     "weights of one rank": {"compress.weights.codec": "int8", "compress.weights.options": {"block": 32}},
-    "weights of groups": {"compress.weights.codec": "int8", "mesh.zero1": False} | GROUPS,
+    "weights of groups": {"compress.weights.codec": "int8", "mesh.shard": "none"} | GROUPS,
+    "shards of uneven ranks": {"mesh.shard": "weights", "mesh.data": 2, "batch.data_micro_batches": "5,3"},
+    "shards of sums": {"mesh.shard": "gradients", "mesh.data": 2, "compress.data.codec": "int8"},
+    "shards of tables": {"mesh.shard": "weights", "mesh.data": 2, "compress.embedding.codec": "int8"},
+    "shards of tables apart": {"mesh.shard": "weights", "mesh.pipe": 2, "compress.embedding.sync": "unfused"},
     "weights of two groups": {"compress.weights.codec": "int8", "outer.groups": 2} | GROUPS | {"mesh.data": 2},
 }  # fmt: skip
 # Words of the rules about one setting: its range, its choices or its form.
@@ -148,6 +152,7 @@ ALONE = {
     "must be FIRST:END", "is in FLOP/s", "must name a directory", "has two data sets of the name",
     "must give each data set a positive number", "must be NAME=WEIGHT", "two weights; give it one",
     "a mixture repeats after at most", "must be links between stages", "must be none, all, selective",
+    "as earlier versions called",
     "unknown configuration key", "must be of type", "must be numbers from 0 on", "run.loggers=", "must be a list",
     "missing{where}", "values, got {len(value)}",
 }  # fmt: skip
@@ -218,7 +223,8 @@ def test_so_is_who_follows_it_from_anywhere():
         "model.family": ("gpt2", "llama"), "model.hidden": (96, 105, 1600, 130), "model.heads": (3, 4, 5, 25),
         "model.kv_heads": (0, 1, 2, 5), "model.vocab_size": (257, 50257), "model.sequence": (127, 128),
         "model.layers": (1, 3, 8), "mesh.tensor": (1, 2, 3, 4, 5), "mesh.data": (1, 2, 6), "mesh.pipe": (1, 2, 4),
-        "mesh.sequence_parallel": (False, True), "mesh.zero1": (False, True), "batch.global_batch": (16, 30),
+        "mesh.sequence_parallel": (False, True), "mesh.shard": ("none", "optimizer", "weights"),
+        "batch.global_batch": (16, 30),
         "batch.micro_batch": (2, 3), "run.steps": (40, 99), "optimizer.warmup_steps": (5, 60),
         "outer.every": (0, 0, 7, 10), "outer.fragments": (1, 3), "outer.groups": (0, 2, 3),
         "compress.backward.codec": ("", "int8"), "compress.backward.links": ("", "0,2"),

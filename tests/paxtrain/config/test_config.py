@@ -46,7 +46,7 @@ def refusal(function, *args, **kwargs) -> str:
 def test_to_dict_and_back():
     config = Config(
         model=ModelConfig(layers=7, dtype="float32", residual_dropout=0.1),
-        mesh=MeshConfig(2, 2, 2, zero1=False),
+        mesh=MeshConfig(2, 2, 2, shard="none"),
         pipeline=PipelineConfig("interleaved_1f1b", 2, "2,2,2,1", "inputs", "on"),
         batch=BatchConfig(32, 4),
         optimizer=OptimizerConfig(schedule="wsd", decay_steps=30),

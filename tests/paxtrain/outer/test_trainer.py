@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import Config, from_dict, to_dict
+from paxtrain.config import Config, MeshConfig, from_dict, to_dict
 from paxtrain.errors import UserError
 from paxtrain.outer.trainer import GROUP, on_host
 from paxtrain.parallel.mesh import make_mesh
@@ -28,7 +28,7 @@ def config(
         mesh,
         (2 * micro_batches * mesh[0], 2),
         model={"layers": 2, "vocab_multiple": 64, "embedding_dropout": dropout},
-        mesh={"zero1": zero1},
+        mesh={"shard": MeshConfig.of_zero1(zero1)},
         pipeline={"scan_layers": "on"},
         optimizer={"learning_rate": 1e-2, "warmup_steps": 1} | (optimizer or {}),
         outer={"every": EVERY, "groups": groups} | outer if groups else {},

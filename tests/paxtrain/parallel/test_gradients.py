@@ -39,7 +39,7 @@ def config(
     global_batch=16,
     dropout=0.0,
     layers=LAYERS,
-    zero1=True,
+    shard="optimizer",
     shape="gpt2",
     separator=-1,
     sequence=False,
@@ -55,7 +55,7 @@ def config(
         mesh,
         (global_batch, 2 if mesh[0] < 8 else 1),
         model={**model, "embedding_dropout": dropout, "residual_dropout": dropout, **SHAPES[shape]},
-        mesh={"zero1": zero1, "sequence_parallel": sequence, "context_form": form},
+        mesh={"shard": shard, "sequence_parallel": sequence, "context_form": form},
         pipeline=pipeline,
     )
 
@@ -114,11 +114,11 @@ def check(c, **kwargs) -> None:
 COVERING = [
     config((8, 1, 1)),
     config((1, 1, 8), save="layer_inputs"),
-    config((4, 1, 2), zero1=False, save="residuals"),
+    config((4, 1, 2), shard="none", save="residuals"),
     config((2, 1, 4), save="inputs"),
     config((1, 8, 1), 8, layers=8),
     config((4, 2, 1), schedule="gpipe", save="residuals"),
-    config((2, 4, 1), 8, schedule="gpipe", save="inputs", zero1=False),
+    config((2, 4, 1), 8, schedule="gpipe", save="inputs", shard="none"),
     config((2, 2, 2), dropout=0.2),
     config((2, 2, 2), pipe_layers="3,1", save="residuals", scan_layers="off"),
     config((1, 4, 2), 4, save="inputs"),  # fewer micro-batches than stages
@@ -134,10 +134,10 @@ COVERING = [
     config((8, 1, 1), shape="llama untied"),  # one stage holds both tables
     config((2, 4, 1), 12, shape="llama untied", schedule="1f1b", layers=5, pipe_layers="1,2,1,1", save="inputs"),
     config((2, 2, 2), shape="llama", schedule="interleaved_1f1b", virtual_stages=2, save="layer_inputs"),
-    config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", zero1=False, scan_layers="off"),
+    config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", shard="none", scan_layers="off"),
     config((2, 2, 2), 8, shape="llama untied", separator=5, schedule="1f1b", scan_layers="off"),
     config((2, 2, 2), 8, sequence=True, dropout=0.2, separator=5),
-    config((1, 2, 4), sequence=True, schedule="1f1b", save="inputs", zero1=False),
+    config((1, 2, 4), sequence=True, schedule="1f1b", save="inputs", shard="none"),
     config((1, 2, 4), sequence=True, schedule="zb_h1"),
     config((2, 2, 2), 12, schedule="zb_v", virtual_stages=2, dropout=0.2),
     config((1, 4, 2), 14, layers=9, shape="llama untied", schedule="zb_v", virtual_stages=2, save="residuals"),
@@ -179,9 +179,9 @@ def name(c) -> str:
 
 # What the covering set holds, on as few stages as show it: two stages compile in half the time of four.
 QUICK = [
-    config((4, 1, 2), zero1=False, save="residuals"),
+    config((4, 1, 2), shard="none", save="residuals"),
     config((2, 2, 1), 8, layers=2, schedule="gpipe", dropout=0.2, scan_layers="off", separator=5, idle="skip"),
-    config((1, 2, 4), 6, sequence=True, schedule="1f1b", save="inputs", zero1=False),
+    config((1, 2, 4), 6, sequence=True, schedule="1f1b", save="inputs", shard="none"),
     config((1, 4, 2), 4, save="inputs"),  # fewer micro-batches than stages
     config(
         (1, 2, 2), 4, shape="llama", schedule="interleaved_1f1b", virtual_stages=2, save="layer_inputs", sequence=True
@@ -205,7 +205,7 @@ SHARED = [
     config((2, 1, 1, 4), 8, layers=2, form="heads", shape="llama untied", separator=5),
     config((1, 2, 2, 2), 8, sequence=True, dropout=0.2, separator=5),
     config((1, 2, 1, 4), 8, shape="gemma2", schedule="1f1b", save="layer_inputs", separator=5),
-    config((2, 1, 2, 2), 8, shape="gemma2", form="gather", save="inputs", zero1=False),
+    config((2, 1, 2, 2), 8, shape="gemma2", form="gather", save="inputs", shard="none"),
     config((1, 1, 1, 8), 4, save="residuals", separator=5),
     config((1, 2, 1, 4), 8, schedule="gpipe", idle="skip", save="residuals", form="gather"),
     config((1, 2, 2, 2), 8, schedule="interleaved_1f1b", virtual_stages=2, shape="llama", form="heads"),

@@ -22,7 +22,7 @@ def layout_of(layers=4, data=1, pipe=1, tensor=1, chunks=1, pipe_layers="", zero
     return Layout(
         Config(
             model=dataclasses.replace(MODEL, layers=layers, **model),
-            mesh=MeshConfig(data, pipe, tensor, zero1),
+            mesh=MeshConfig(data, pipe, tensor, MeshConfig.of_zero1(zero1)),
             pipeline=PipelineConfig(schedule, chunks, pipe_layers),
             batch=BatchConfig(2 * data, 2),
         )

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from paxtrain.config import CheckpointConfig
+from paxtrain.config import CheckpointConfig, MeshConfig
 from paxtrain.errors import UserError
 from paxtrain.model import parameters, transformer
 from paxtrain.parallel.layout import names
@@ -34,7 +34,7 @@ def config(mesh=(1, 1, 1), layers=3, name="muon", zero1=True, shape=None, **sect
         mesh,
         (16, 2),
         model={"layers": layers, "hidden": 16, "sequence": 8, "vocab_size": 31, "vocab_multiple": 32, **(shape or {})},
-        mesh={"zero1": zero1},
+        mesh={"shard": MeshConfig.of_zero1(zero1)},
         pipeline={"schedule": "1f1b"} | sections.get("pipeline", {}),
         optimizer=optimizer | sections.get("optimizer", {}),
     )

@@ -35,12 +35,12 @@ print(json.dumps(found))
 """
 
 
-def values(mesh, zero1=True, optimizer=None, **compress):
+def values(mesh, shard="optimizer", optimizer=None, **compress):
     data, pipe, tensor = mesh
     model = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 64, "vocab_multiple": 64}
     return {
         "model": model | {"dtype": "float32"},
-        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": tensor > 1},
+        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "shard": shard, "sequence_parallel": tensor > 1},
         "batch": {"global_batch": 2 * data, "micro_batch": 1},
         "optimizer": optimizer or {},
         "compress": nested(compress),
@@ -60,7 +60,7 @@ EVERYTHING = {
 @pytest.mark.parametrize(
     "configurations",
     [
-        [values((2, 2, 2)), values((4, 2, 1), zero1=False, **EVERYTHING)],
+        [values((2, 2, 2)), values((4, 2, 1), shard="none", **EVERYTHING)],
         pytest.param(
             [values((4, 1, 2), optimizer={"name": "muon"}), values((4, 2, 1), data_codec="int8", data_inside=2)],
             marks=pytest.mark.slow,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from paxtrain.config import MeshConfig
 from paxtrain.parallel import gradients
 from paxtrain.parallel.layout import Layout
 from paxtrain.parallel.reduction import DataReduction
@@ -62,7 +63,7 @@ def test_a_narrower_dtype_is_used():
 @pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients_in_bfloat16_are_within_its_precision_on_all_stages(zero1):
     """The embedding's, which two stages add up in float32, and every layer's, reduced in the last op or behind it."""
-    c = config((2, 2, 1), 4, zero1=zero1)
+    c = config((2, 2, 1), 4, shard=MeshConfig.of_zero1(zero1))
     c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, reduce_dtype="bfloat16"))
     found = errors(small.trainer(c), reference(4, 0.0, 4))
     arrays = {name: error for name, error in found.items() if name not in ("loss", "norm")}
@@ -77,5 +78,6 @@ def test_gradients_in_bfloat16_are_within_its_precision_on_all_stages(zero1):
 )
 def test_reducing_behind_the_rows_gives_the_same_gradients(monkeypatch, zero1, schedule):
     monkeypatch.setattr(DataReduction, "closes", lambda self, stages: False)
-    found = errors(small.trainer(config((2, 3, 1), 8, layers=3, zero1=zero1, schedule=schedule)), reference(8, 0.0, 3))
+    c = config((2, 3, 1), 8, layers=3, shard=MeshConfig.of_zero1(zero1), schedule=schedule)
+    found = errors(small.trainer(c), reference(8, 0.0, 3))
     assert max(found.values()) <= 1e-5

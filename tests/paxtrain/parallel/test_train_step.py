@@ -53,7 +53,7 @@ def plain_steps(config, params, batches):
     [
         {"model__embedding_dropout": 0.0, "pipeline__scan_layers": "off"},
         pytest.param(
-            {"mesh__zero1": False, "mesh__pipe": 4, "mesh__tensor": 1, "model__residual_dropout": 0.1},
+            {"mesh__shard": "none", "mesh__pipe": 4, "mesh__tensor": 1, "model__residual_dropout": 0.1},
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -61,7 +61,7 @@ def plain_steps(config, params, batches):
             marks=pytest.mark.once,
         ),
         pytest.param(
-            {"mesh__zero1": False, "model__residual_dropout": 0.1, "pipeline__scan_layers": "off"},
+            {"mesh__shard": "none", "model__residual_dropout": 0.1, "pipeline__scan_layers": "off"},
             marks=pytest.mark.slow,
         ),
     ],

@@ -9,7 +9,7 @@ import pytest
 from paxtrain.config import BatchConfig, OuterConfig
 from paxtrain.errors import UserError
 from paxtrain.parallel import step
-from paxtrain.pipeline.stage import Share, share_of
+from paxtrain.pipeline.program import Share, share_of
 from paxtrain.study.variants import require_alike
 from paxtrain.xla import hlo
 from tests import small
@@ -39,12 +39,12 @@ def case(mesh, counts, **settings):
 CASES = [
     case((2, 2, 1), (3, 1), layers=2),
     case((2, 3, 1), (1, 3), schedule="1f1b", layers=4, pipe_layers="1,2,1"),
-    case((4, 2, 1), (1, 3, 3, 2), schedule="gpipe", save="residuals", zero1=False),
-    case((2, 2, 1), (2, 1), schedule="zb_h1", zero1=False),
+    case((4, 2, 1), (1, 3, 3, 2), schedule="gpipe", save="residuals", shard="none"),
+    case((2, 2, 1), (2, 1), schedule="zb_h1", shard="none"),
     case((2, 4, 1), (2, 5), schedule="1f1b", layers=5, pipe_layers="1,2,1,1"),
-    case((2, 2, 2), (3, 1), schedule="zb_h1", zero1=False, dropout=0.2),
+    case((2, 2, 2), (3, 1), schedule="zb_h1", shard="none", dropout=0.2),
     case((2, 2, 1), (2, 5), schedule="interleaved_1f1b", virtual_stages=2, separator=5),
-    case((4, 1, 2), (3, 1, 1, 1), zero1=False, save="inputs", shape="llama untied"),
+    case((4, 1, 2), (3, 1, 1, 1), shard="none", save="inputs", shape="llama untied"),
     case((2, 2, 1), (3, 5), schedule="zb_v", virtual_stages=2),
     case((2, 2, 2), (1, 3), sequence=True, schedule="1f1b"),
     case((4, 1, 1), (4, 4, 2, 1), dropout=0.2, scan_layers="off"),
@@ -103,7 +103,7 @@ COMPRESSED = {
     "between stages": ((2, 2, 1), {}, {"backward_messages": "all", "forward_messages": "all"}),
     "epilogue": ((2, 4, 1), {"schedule": "1f1b"}, {"backward_messages": "epilogue", "error": "explicit"}),
     "ranks of links": ((2, 4, 1), {"schedule": "1f1b"}, {"backward_messages": "all", "backward_ranks": "32,31,32"}),
-    "over data": ((2, 2, 1), {"zero1": False}, {"data_stages": "all"}),
+    "over data": ((2, 2, 1), {"shard": "none"}, {"data_stages": "all"}),
     "over data, ZeRO-1": ((2, 1, 1), {}, {"data_stages": "all"}),
     "identity": ((2, 2, 1), {}, {f"{place}_codec": "identity" for place in ("backward", "forward", "data")}),
 }

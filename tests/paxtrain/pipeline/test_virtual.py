@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from paxtrain.config import MeshConfig
 from paxtrain.config.axes import AXES
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.pipeline import collectives, virtual
@@ -202,7 +203,7 @@ def configuration(sizes, schedule, zero1, sequence):
         sizes,
         (4, 1),
         model={"layers": sizes[1] * chunks, "hidden": 16, "sequence": 8, "vocab_multiple": 64},
-        mesh={"zero1": zero1, "sequence_parallel": sequence},
+        mesh={"shard": MeshConfig.of_zero1(zero1), "sequence_parallel": sequence},
         pipeline={"schedule": schedule, "virtual_stages": chunks},
     )
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import compress
-from paxtrain.config import from_dict
+from paxtrain.config import MeshConfig, from_dict
 from paxtrain.config.options import OptionValues
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
@@ -71,7 +71,10 @@ def test_kernels_that_are_compressed_over_data_are_the_trainers(hidden, data, in
     compress = nested(
         {"data_stages": "all", "data_rank": 2, "data_rank_min": 2, "data_inside": inside, "min_ratio": 1.0}
     )
-    sections = {"mesh": {"data": data, "zero1": zero1}, "batch": {"global_batch": data, "micro_batch": 1}}
+    sections = {
+        "mesh": {"data": data, "shard": MeshConfig.of_zero1(zero1)},
+        "batch": {"global_batch": data, "micro_batch": 1},
+    }
     config = from_dict({"model": model, "compress": compress, **sections})
     trainer, sizes = Compression(Layout(config)), Sizes(config.model, candidate_of_config(config))
     matrix = lambda shape: (shape[0], math.prod(shape[1:]))  # noqa: E731

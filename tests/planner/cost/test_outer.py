@@ -28,7 +28,7 @@ def config(changes):
         {"outer.fragments": 3},  # stages have up to two layers of a fragment, and send as many of it
         {"outer.fragments": 4, "outer.overlap": 1},
         {"outer.fragments": 3, "model.layers": 7},
-        {"outer.fragments": 2, "mesh.zero1": False},
+        {"outer.fragments": 2, "mesh.shard": "none"},
         {"outer.fragments": 2, "outer.groups": 4},
         {"outer.fragments": 2, "mesh.tensor": 2, "mesh.pipe": 1},
         {"outer.fragments": 2, "model.family": "llama", "model.tied_head": False, "mesh.pipe": 1, "mesh.tensor": 1},

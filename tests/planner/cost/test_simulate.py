@@ -129,7 +129,7 @@ def test_groups_inside_sites_send_a_share_between_them(zero1):
     some = cluster(4, 2, seed=None)
     apart = np.abs(np.subtract.outer(np.arange(4) // 2, np.arange(4) // 2)) == 1
     slow = dataclasses.replace(some, samples=np.where(apart, some.samples / 1e3, some.samples))
-    values = SMALL | SITES | {"mesh.zero1": zero1}
+    values = SMALL | SITES | {"mesh.shard": paxtrain.MeshConfig.of_zero1(zero1)}
     config = paxtrain.load_config("tiny", values | {"compress.data.inside": 2})
     flat, groups, whole, dense = (
         planner.simulate(paxtrain.load_config("tiny", values | changes), slow)
@@ -168,7 +168,9 @@ def test_low_rank_between_groups_is_of_a_ranks_part():
 def test_kernels_that_would_not_shrink_enough_are_reduced_as_they_are(zero1):
     """The trainer says which kernels these are. Links have 25 GB/s and 10 us, and a kernel starts in 5 us."""
     low = {"compress.data.stages": "all", "compress.data.rank": 4, "compress.min_ratio": 10.0}
-    config = paxtrain.load_config("tiny", SMALL | low | {"mesh.data": 4, "mesh.pipe": 1, "mesh.zero1": zero1})
+    config = paxtrain.load_config(
+        "tiny", SMALL | low | {"mesh.data": 4, "mesh.pipe": 1, "mesh.shard": paxtrain.MeshConfig.of_zero1(zero1)}
+    )
     compression = trainer(config).compression
     shapes = {path: (shape[0], math.prod(shape[1:])) for path, shape in compression.kernels.items()}
     taken = [shapes.pop(path) for path in compression.compressed_kernels(4)]

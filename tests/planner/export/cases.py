@@ -75,7 +75,7 @@ def cases(model: ModelConfig) -> Iterator[Case]:
         (zero1, reduce_dtype), save = SHARDING[n % len(SHARDING)], SAVES[n % len(SAVES)]
         kinds = pipelines(model, pipe, save)
         pipeline = kinds[n % len(kinds)]
-        mesh = MeshConfig(data, pipe, tensor, zero1, tensor > 1 and n // 7 % 2 == 0, reduce_dtype)
+        mesh = MeshConfig(data, pipe, tensor, MeshConfig.of_zero1(zero1), tensor > 1 and n // 7 % 2 == 0, reduce_dtype)
         # Ranks of data side by side on a host, of pipe, or a rank of each host in turn.
         order = [range(DEVICES), sorted(range(DEVICES), key=lambda d: d % 4)][n % 11 % 2]
         hosts = tuple(f"host{host}" for host in range(DEVICES // PER_HOST))

@@ -30,7 +30,7 @@ def plan(order=None, pipe_layers="", **changes) -> Plan:
     """Return a plan 2 x 4 x 2 on four hosts of four devices."""
     pipeline = {"schedule": "1f1b", "pipe_layers": pipe_layers, "save": "layer_inputs", **changes}
     return Plan(
-        mesh=MeshConfig(2, 4, 2, True, False),
+        mesh=MeshConfig(2, 4, 2),
         pipeline=PipelineConfig(**pipeline),
         batch=BatchConfig(64, 2),
         compress=CompressConfig(),
@@ -258,7 +258,7 @@ def test_maxtext_gets_settings_that_multiply_up():
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
 def test_the_command_writes_the_files_and_says_what_is_wrong_in_one_sentence(monkeypatch, capsys, tmp_path):
     main = mains.load("planner.export.__main__")
-    made = dataclasses.replace(plan(schedule="eager_1f1b"), mesh=MeshConfig(2, 4, 2, True, False))
+    made = dataclasses.replace(plan(schedule="eager_1f1b"), mesh=MeshConfig(2, 4, 2))
     plans.save(made, tmp_path / "plan.json")
     base = ["--model=configs/llama_7b.py", f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'out'}"]
     for to, name in (("megatron", "megatron.args"), ("torchtitan", "torchtitan_plan.py"), ("maxtext", "maxtext.args")):

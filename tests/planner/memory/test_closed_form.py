@@ -94,7 +94,7 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
     "sections",
     [
         {},
-        {"mesh": {"zero1": False}},
+        {"mesh": {"shard": "none"}},
         {"mesh": {"data": 8, "pipe": 1, "tensor": 1}},
         {"mesh": {"data": 3, "pipe": 2, "tensor": 1}, "batch": {"global_batch": 12}},
         {"mesh": {"data": 1, "pipe": 4, "tensor": 2}, "pipeline": {"pipe_layers": "3,2,2,1"}},
@@ -114,7 +114,7 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         },
         {"compress": {"backward": {"codec": "int8"}, "data": {"codec": "int4"}, "embedding": {"codec": "int4"}}},
         {
-            "mesh": {"zero1": False},
+            "mesh": {"shard": "none"},
             "compress": {
                 "backward": {"messages": "epilogue", "codec": "topk"},
                 "data": {"codec": "int8"},
@@ -123,12 +123,12 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         },
         {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "compress": {"data": {"codec": "int8", "inside": 2}}},
         {
-            "mesh": {"data": 4, "pipe": 2, "tensor": 1, "zero1": False},
+            "mesh": {"data": 4, "pipe": 2, "tensor": 1, "shard": "none"},
             "compress": {"data": {"codec": "int4", "inside": 2}},
         },
         {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "compress": {"data": {"stages": "all", "rank": 8, "inside": 2}}},
         {
-            "mesh": {"data": 4, "pipe": 2, "tensor": 1, "zero1": False},
+            "mesh": {"data": 4, "pipe": 2, "tensor": 1, "shard": "none"},
             "compress": {"data": {"stages": "all", "rank": 8, "inside": 2}},
         },
         {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "compress": {"data": {"codec": "int8", "inside": 4}}},
@@ -181,7 +181,7 @@ def test_state_is_the_trainers_to_the_byte(sections):
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3])
-@pytest.mark.parametrize("sections", [{}, {"mesh": {"zero1": False}}, {"model": {**LLAMA, "tied_head": False}}])
+@pytest.mark.parametrize("sections", [{}, {"mesh": {"shard": "none"}}, {"model": {**LLAMA, "tied_head": False}}])
 def test_an_exchange_in_flight_takes_a_difference_and_a_mean_of_its_fragment(fragments, sections):
     mesh = {"data": 4, "pipe": 2, "tensor": 1} | sections.get("mesh", {})
     sections = sections | {"mesh": mesh, "run": {"steps": 120}}
@@ -229,7 +229,7 @@ def test_what_saves_memory_saves_memory():
     assert modes == sorted(modes)
     plain, split = (total(pipeline={"schedule": name}) for name in ("1f1b", "zb_h1"))
     assert split > plain
-    assert total(mesh={"zero1": False}) > total() > total(mesh={"sequence_parallel": True})
+    assert total(mesh={"shard": "none"}) > total() > total(mesh={"sequence_parallel": True})
     assert total(batch={"micro_batch": 4}) > total()
     gpipe = [total(pipeline={"schedule": "gpipe"}, batch={"global_batch": b}) for b in (16, 64)]
     eager = [total(batch={"global_batch": b}) for b in (16, 64)]

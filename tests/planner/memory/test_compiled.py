@@ -56,7 +56,7 @@ def test_an_answer_is_kept_until_what_it_depends_on_changes(no_plugin, monkeypat
     assert not compiled
     other = [
         config(batch={"micro_batch": 1}),
-        config(mesh={"zero1": False}),
+        config(mesh={"shard": "none"}),
         config(pipeline={"save": "inputs"}),
         config(model={"hidden": 96}),
         config(optimizer={"clip_norm": 0.0}),

@@ -88,7 +88,7 @@ def simulated(slow):
         loss = mean + np.sqrt(sum(x.var(ddof=1) / len(x) for x in losses))
         kinds = ("all", "epilogue") if combination[0] else ("none",)
         for kind, schedule, micro_batch, zero1 in itertools.product(kinds, OPTIONS.schedules, (2, 4), (True, False)):
-            mesh = {"mesh.data": 2, "mesh.pipe": 2, "mesh.tensor": 1, "mesh.zero1": zero1}
+            mesh = {"mesh.data": 2, "mesh.pipe": 2, "mesh.tensor": 1, "mesh.shard": paxtrain.MeshConfig.of_zero1(zero1)}
             how = {"pipeline.schedule": schedule, "pipeline.save": "dots", "batch.micro_batch": micro_batch}
             kept = {} if kind == "none" else {"compress.backward.messages": kind}
             found.append((loss, planner.simulate(small(changes | mesh | how | kept), slow).seconds))

@@ -164,7 +164,7 @@ FURTHER = [
     ("compress", "mesh", "fewer"),
     [
         (LOW_RANK, {"data": 2, "pipe": 4}, 0.7),
-        (CODED, {"data": 2, "pipe": 4, "zero1": True}, 0.6),
+        (CODED, {"data": 2, "pipe": 4}, 0.6),
         # A kernel of 64 x 64 would not shrink enough, and those of other shapes do.
         ({"data_stages": "all", "data_rank": 4, "data_inside": 2, "min_ratio": 6.0}, {"data": 4, "pipe": 2}, 0.9),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER),
@@ -175,7 +175,7 @@ def test_compressed_bytes_are_those_that_the_trainers_step_asks_for(compress, me
     sections = {
         "model": {"layers": 4, "hidden": 64, "heads": 2, "sequence": 16, "vocab_size": 384, "dtype": "float32"},
         "batch": {"global_batch": 12 * mesh["data"], "micro_batch": 2},
-        "mesh": {"zero1": False, **mesh},
+        "mesh": {"shard": "none", **mesh},
         "optimizer": {"warmup_steps": 1},
         "run": {"steps": 2},
     }
