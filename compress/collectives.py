@@ -1,7 +1,8 @@
 """Collectives over an axis or within groups of its ranks, a reduce-scatter that is right on CPUs, and many in one.
 
 All functions run per device, inside shard_map or under vmap with the same axis names. They take a `SubAxis` in place of
-an axis's name; then each group of ranks exchanges by itself.
+an axis's name; then each group of ranks exchanges by itself. They also take the names of several axes, whose devices
+are ranks in row-major order.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ class SubAxis:
         return tuple(map(tuple, (sets.T if self.between else sets).tolist()))
 
 
-Axis = str | SubAxis  # ranks that exchange with each other
+Axis = str | tuple[str, ...] | SubAxis  # ranks that exchange with each other
 
 
 def axis_size(axis: Axis) -> int:
@@ -64,12 +65,20 @@ def axis_index(axis: Axis) -> jax.Array:
 
 
 def _emulated(axis: Axis) -> bool:
-    """Return whether this is a group of ranks that vmap emulates, for which it has no collectives."""
-    return isinstance(axis, SubAxis) and axis.axis not in jax.sharding.get_abstract_mesh().manual_axes
+    """Return whether vmap emulates these ranks and has no collectives for them: a group, or those of several axes."""
+    if isinstance(axis, str):
+        return False
+    first = axis.axis if isinstance(axis, SubAxis) else axis[0]
+    return first not in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def _from_group(x: jax.Array, axis: SubAxis) -> jax.Array:
+def _from_group(x: jax.Array, axis: Axis) -> jax.Array:
     """Return the arrays of all ranks of this rank's group, [size, *shape], on ranks that vmap emulates."""
+    if not isinstance(axis, SubAxis):
+        shape = x.shape
+        for name in reversed((axis,) if isinstance(axis, str) else axis):
+            x = lax.all_gather(x, name)
+        return x.reshape(-1, *shape)
     groups = np.array(axis.groups)
     own = np.argwhere(groups == np.arange(axis.members)[:, None, None])[:, 1]  # each rank's group
     return lax.all_gather(x, axis.axis)[jnp.asarray(groups[own])[lax.axis_index(axis.axis)]]
@@ -82,10 +91,10 @@ def all_to_all(x: jax.Array, axis: Axis) -> jax.Array:
         x: array [ranks, ...] with a row for each rank.
         axis: name of the mesh axis, or groups of its ranks.
     """
-    if not isinstance(axis, SubAxis):
-        return lax.all_to_all(x, axis, 0, 0)
     if _emulated(axis):
         return jnp.take(_from_group(x, axis), axis_index(axis), axis=1)
+    if not isinstance(axis, SubAxis):
+        return lax.all_to_all(x, axis, 0, 0)
     return lax.all_to_all(x, axis.axis, 0, 0, axis_index_groups=axis.groups)
 
 
@@ -97,11 +106,11 @@ def all_gather(x: jax.Array, axis: Axis, dim: int = 0) -> jax.Array:
         axis: name of the mesh axis, or groups of its ranks.
         dim: dim of x along which arrays are joined.
     """
-    if not isinstance(axis, SubAxis):
-        return lax.all_gather(x, axis, axis=dim, tiled=True)
     if _emulated(axis):
         rows = jnp.moveaxis(_from_group(x, axis), 0, dim)
-        return rows.reshape(*x.shape[:dim], axis.size * x.shape[dim], *x.shape[dim + 1 :])
+        return rows.reshape(*x.shape[:dim], axis_size(axis) * x.shape[dim], *x.shape[dim + 1 :])
+    if not isinstance(axis, SubAxis):
+        return lax.all_gather(x, axis, axis=dim, tiled=True)
     return lax.all_gather(x, axis.axis, axis_index_groups=axis.groups, axis=dim, tiled=True)
 
 

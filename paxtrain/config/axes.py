@@ -25,8 +25,8 @@ class AxisSpec:
         sequence: number of parts of each sequence that each of its devices takes, whose tokens it has through all
             layers; 0: all tokens.
         sums: (MeshConfig, names and dims of a parameter that the axis does not split) -> whether the parameter's
-            gradients are summed over the axis at the end of a step. Those over data are reduced before, see
-            paxtrain/parallel/reduction.py.
+            gradients are summed over the axis at the end of a step. Those over data, and over axes that split
+            sequences, are reduced before, see paxtrain/parallel/reduction.py.
         inside: whether its devices share a host, since every layer waits for their collectives. Placement seats the
             devices of all such axes together, and may separate those of others.
         waits: what waits for its collectives: each layer, or the end of a step. Inside a host the devices of axes for
@@ -50,7 +50,7 @@ def _sums_over_tensor(mesh: Any, names: tuple[str, ...], dims: tuple[str, ...]) 
 AXES = {
     DATA: AxisSpec(most=2**16, batch=True),
     PIPE: AxisSpec(dims=("layers", "tables")),
-    CONTEXT: AxisSpec(sequence=2, sums=lambda mesh, names, dims: True, inside=True, waits="layer"),
+    CONTEXT: AxisSpec(sequence=2, inside=True, waits="layer"),
     TENSOR: AxisSpec(dims=("heads", "kv_heads", "ffn", "vocab"), sums=_sums_over_tensor, inside=True, waits="layer"),
 }
 
@@ -76,6 +76,11 @@ def batch_axes() -> tuple[str, ...]:
 def token_axes() -> tuple[str, ...]:
     """Return the axes whose devices have different tokens of the batch, in the order of the mesh."""
     return tuple(name for name, axis in AXES.items() if axis.batch or axis.sequence)
+
+
+def replica_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the axes over which gradients are reduced and states are sharded: data, and those that split sequences."""
+    return tuple(name for name in sizes if name == DATA or (AXES[name].sequence and sizes[name] > 1))
 
 
 def inside_axes() -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from jax import lax
 from compress.codec import Codec, State, codec_name
 from compress.reducer import Scattered, Shard, gather_wires
 from paxtrain import tables
-from paxtrain.config.axes import DATA, PIPE
+from paxtrain.config.axes import PIPE
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.parallel.weights import on_edges
 from paxtrain.pipeline.messages import StageCrossing, among
@@ -37,7 +37,7 @@ def scatter_dim(layout: Layout) -> int:
     Args:
         layout: Layout of the parameters.
     """
-    data, dim = layout.config.mesh.data, max(layout.data_dims()["embedding"]["token"] - 1, -1)
+    data, dim = layout.config.mesh.replicas, max(layout.data_dims()["embedding"]["token"] - 1, -1)
     if layout.config.compress.embedding.sync == "unfused" or data == 1:
         return -1
     return dim if dim >= 0 else next((d for d, n in enumerate(table_shape(layout)) if n % data == 0), -1)
@@ -97,7 +97,7 @@ class TableCodec:
     def shard(self) -> Shard:
         """Part of the mean over data of a table that a rank has after the first step."""
         dim = scatter_dim(self.layout) if self._tied else self.layout.data_dims()["embedding"]["token"]
-        return Shard(DATA, self.layout.config.mesh.data, dim)
+        return Shard(self.layout.replica_axes, self.layout.config.mesh.replicas, dim)
 
     @functools.cached_property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], Shard]]:
@@ -105,7 +105,7 @@ class TableCodec:
         c = self.layout.config
         found, reducer = {"token": (self.shape, self.shard)}, Scattered(self.codec)
         dims = self.layout.data_dims()["embedding"]
-        if "position" in dims and c.mesh.data > 1:
+        if "position" in dims and c.mesh.replicas > 1:
             shape = self.layout.rows["embedding", "position"].shape(c.model)
             shard = self.shard._replace(dim=max(dims["position"] - 1, -1))
             if not reducer.refusal(shape, shard) and reducer.takes(shape, shard, c.compress.min_ratio):

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress.codec import State, Tree
-from compress.collectives import narrowed, own_part, packed, packed_scatter, reduce_scatter
+from compress.collectives import all_gather, narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
-from paxtrain.config.axes import AXES, DATA, PIPE, token_axes
+from paxtrain.config.axes import AXES, PIPE, replica_axes, token_axes
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.embedding import scatter_dim
 from paxtrain.parallel.layout import Layout, Params, names
@@ -43,11 +43,11 @@ def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
 
 def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     """Return the mean of an array over data: this rank's shard along dim, or all of it if dim is -1."""
-    data = layout.config.mesh.data
+    data = layout.config.mesh.replicas
     if data == 1:
         return x
     wire = _on_wire(layout, x)
-    total = lax.psum(wire, DATA) if dim < 0 else reduce_scatter(wire, DATA, dim)
+    total = lax.psum(wire, layout.replica_axes) if dim < 0 else reduce_scatter(wire, layout.replica_axes, dim)
     return total.astype(x.dtype) / data
 
 
@@ -64,7 +64,7 @@ def front(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
         x: the accumulator.
         dim: dim that is split over data; -1: none, and the front is all of it.
     """
-    return x if dim < 0 else lax.slice_in_dim(x, 0, x.shape[dim] // layout.config.mesh.data, axis=dim)
+    return x if dim < 0 else lax.slice_in_dim(x, 0, x.shape[dim] // layout.config.mesh.replicas, axis=dim)
 
 
 @jax.named_scope("embedding")
@@ -88,7 +88,7 @@ def reduce_tables(compression: Compression, grads: Params, state: State, edges: 
     x = grads["token"]
     if layout.in_shards("embedding", "token") is not None:
         return {"token": x}, state
-    data, dim = layout.config.mesh.data, layout.data_dims()["embedding"]["token"]
+    data, dim = layout.config.mesh.replicas, layout.data_dims()["embedding"]["token"]
     if layout.config.model.tied_head:
         dim = scatter_dim(layout)
     if data == 1:
@@ -120,11 +120,11 @@ def exchange_tied(compression: Compression, x: jax.Array, state: State) -> tuple
         return compression.tables.gather(*compression.tables.add_ends(x, state))
     dim, scattered = max(layout.data_dims()["embedding"]["token"] - 1, -1), scatter_dim(layout)
     total = _swap_edges(layout, x)
-    if layout.config.mesh.data == 1 or dim == scattered:
+    if layout.config.mesh.replicas == 1 or dim == scattered:
         return total, state
     if scattered < 0:
-        return own_part(total, DATA, dim), state
-    run = functools.partial(lax.all_gather, axis_name=DATA, axis=scattered, tiled=True)
+        return own_part(total, layout.replica_axes, dim), state
+    run = functools.partial(all_gather, axis=layout.replica_axes, dim=scattered)
     return on_edges(layout, run, total), state
 
 
@@ -142,15 +142,16 @@ def _trees(layers: list[Params], arrays: dict[ArrayKey, jax.Array]) -> list[Para
 
 def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int]) -> list[jax.Array]:
     """Return `_mean` of each array, in one collective for the shards and one for whole arrays (dim -1)."""
-    data, means = layout.config.mesh.data, list(arrays)
+    data, means = layout.config.mesh.replicas, list(arrays)
     if data == 1:
         return means
     arrays = [_on_wire(layout, x) for x in arrays]
     shards, whole = ([i for i, dim in enumerate(dims) if (dim >= 0) == sharded] for sharded in (True, False))
-    sums = packed_scatter([arrays[i] for i in shards], [dims[i] for i in shards], DATA)
+    sums = packed_scatter([arrays[i] for i in shards], [dims[i] for i in shards], layout.replica_axes)
     for i, x in zip(shards, sums, strict=True):
         means[i] = x.astype(means[i].dtype) / data
-    for i, x in zip(whole, packed(lambda x: lax.psum(x, DATA), [arrays[i] for i in whole]), strict=True):
+    run = functools.partial(lax.psum, axis_name=layout.replica_axes)
+    for i, x in zip(whole, packed(run, [arrays[i] for i in whole]), strict=True):
         means[i] = x.astype(means[i].dtype) / data
     return means
 
@@ -165,7 +166,7 @@ def means(layout: Layout, tree: T, dims: Tree) -> T:
     """
     arrays, structure = jax.tree.flatten(tree)
     dims = jax.tree.leaves(dims)
-    if layout.config.mesh.data == 1:
+    if layout.config.mesh.replicas == 1:
         return tree
 
     def each(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -296,7 +297,7 @@ def global_norm(layout: Layout, grads: Params) -> jax.Array:
     mesh, dims = layout.config.mesh, layout.data_dims()
 
     def squares(path: tuple, x: jax.Array, dim: int) -> jax.Array:
-        split = {PIPE, *layout.axis_dims(path), *([DATA] if dim >= 0 else [])}
+        split = {PIPE, *layout.axis_dims(path), *(replica_axes(mesh.sizes) if dim >= 0 else [])}
         copies = math.prod(size for axis, size in mesh.sizes.items() if axis not in split)
         own = jnp.square(x.astype(jnp.float32)).sum() / copies
         # The last stage has a second copy of the tied embedding.

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from paxtrain.config import Config
-from paxtrain.config.axes import AXES, DATA, PIPE
+from paxtrain.config.axes import AXES, DATA, PIPE, replica_axes
 from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Parameter, Params
 from paxtrain.model.tensor_parallel import Group
@@ -132,6 +132,12 @@ class Layout:
             data=DATA if config.uneven else None,
         )
 
+    @property
+    def replica_axes(self) -> str | tuple[str, ...]:
+        """Mesh axes over which gradients are reduced and states are sharded."""
+        axes = replica_axes(self.config.mesh.sizes)
+        return axes if len(axes) > 1 else axes[0]
+
     def padding(self) -> float:
         """Return the share of layer slots without a layer, which is the memory cost of uneven stages."""
         return 1 - self.config.model.layers / self.layer_of.size
@@ -162,7 +168,7 @@ class Layout:
             spec[dim] += (axis,)
         shard = self.data_dim(path, shape) if data else None
         if shard is not None:
-            spec[shard] += (DATA,)
+            spec[shard] += replica_axes(self.config.mesh.sizes)
         return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in spec))
 
     def data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
@@ -176,11 +182,11 @@ class Layout:
             shape: Global shape of the parameter in mesh layout.
         """
         mesh, split = self.config.mesh, self.axis_dims(path)
-        if not mesh.zero1 or mesh.data == 1:
+        if not mesh.zero1 or mesh.replicas == 1:
             return None
         for dim in range(1, len(shape)):
             size = shape[dim] // math.prod(mesh.sizes[axis] for axis, place in split.items() if place == dim)
-            if size % mesh.data == 0:
+            if size % mesh.replicas == 0:
                 return dim
         return None
 

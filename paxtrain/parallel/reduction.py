@@ -15,7 +15,7 @@ from jax import lax
 
 from compress.codec import Codec, State, Tree
 from compress.reducer import LeftOut, Shard, each, gather, stored
-from paxtrain.config.axes import AXES, DATA, PIPE
+from paxtrain.config.axes import AXES, PIPE
 from paxtrain.model import parameters
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression.settled import Compression
@@ -99,7 +99,7 @@ class DataReduction:
         They do if there is something to send, if all of them run the same program, and if sums are not in shards.
         """
         mesh = self.layout.config.mesh
-        return mesh.data > 1 and len({self.ranks[s] for s in stages}) == 1 and not mesh.shards_sums
+        return mesh.replicas > 1 and len({self.ranks[s] for s in stages}) == 1 and not mesh.shards_sums
 
     @jax.named_scope("reduce_gradients")
     def layer(self, stages: tuple[int, ...], total: Params, state: State) -> tuple[Params, State]:
@@ -143,7 +143,7 @@ class DataReduction:
             grads: The device's gradients, float32 sums over the micro-batches.
             states: States before the step.
         """
-        if self.layout.config.mesh.data == 1:
+        if self.layout.config.mesh.replicas == 1:
             return grads, states  # to write equal values to their place XLA would copy stacks of scanned layers
         layers, kinds = gradients.layer_gradients(grads), sorted({self.ranks[s] for s in stages})
         *states, tables = states
@@ -263,7 +263,7 @@ class DataShards:
             dim = self.layout.in_shards(*(("layers", *keys) if len(keys) > 1 else ("embedding", *keys)))
             sizes = list(x.shape)
             if dim is not None:
-                sizes[dim] //= self.layout.config.mesh.data
+                sizes[dim] //= self.layout.config.mesh.replicas
             return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
         return weights if self._gathers else jax.tree_util.tree_map_with_path(shape, weights)
@@ -276,9 +276,9 @@ class DataShards:
         arrays, which, dims, structure = self._parted(layer)
         parts = [arrays[i] for i in which]
         if self.codec is None:
-            whole = gather_each(parts, dims)
+            whole = gather_each(self.layout.replica_axes, parts, dims)
         else:
-            where = [Shard(DATA, self.layout.config.mesh.data, dim) for dim in dims]
+            where = [Shard(self.layout.replica_axes, self.layout.config.mesh.replicas, dim) for dim in dims]
             with jax.named_scope("compression"):
                 whole = gather(self.codec, parts, where)
         for i, x in zip(which, whole, strict=True):
@@ -307,7 +307,7 @@ class DataShards:
     def gather_table(self, table: jax.Array) -> jax.Array:
         """Return a table of the vocabulary, whole."""
         dim = self._table_dim
-        return gather_each([table], [dim])[0] if self._gathers and dim is not None else table
+        return gather_each(self.layout.replica_axes, [table], [dim])[0] if self._gathers and dim is not None else table
 
     @jax.named_scope("reduce_gradients")
     def scatter_table(self, gradient: jax.Array) -> jax.Array:
@@ -324,7 +324,7 @@ def sharding_of(layout: Layout, codec: Codec | None) -> DataShards | None:
         codec: Codec of the kernels that are gathered; None: they travel as they are.
     """
     mesh = layout.config.mesh
-    return DataShards(layout, codec) if mesh.shards_sums and mesh.data > 1 else None
+    return DataShards(layout, codec) if mesh.shards_sums and mesh.replicas > 1 else None
 
 
 def _rows(segment: Layers) -> list[Params]:

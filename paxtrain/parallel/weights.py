@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress.codec import Codec
-from compress.collectives import packed_gather
+from compress.collectives import Axis, all_gather, packed_gather
 from compress.reducer import Shard, gather
-from paxtrain.config.axes import DATA, PIPE
+from paxtrain.config.axes import PIPE
 from paxtrain.model import parameters, transformer
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.pipeline.program import Segment, Weights
@@ -51,8 +51,8 @@ def on_edges(layout: Layout, run: Callable[[T], T], x: T) -> T:
     return skip(x) if jax.process_count() == 1 else lax.platform_dependent(x, cpu=run, default=skip)
 
 
-def gather_each(shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
-    """Return arrays gathered over data, each along its dim; an array whose dim is -1 is whole already.
+def gather_each(axis: Axis, shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+    """Return arrays gathered over axes, each along its dim; an array whose dim is -1 is whole already.
 
     XLA for GPUs buckets collectives of single arrays. XLA for CPUs does not, and over gloo each collective takes
     milliseconds, so arrays are packed into one there.
@@ -62,12 +62,12 @@ def gather_each(shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
     kinds = [[i for i in some if shards[i].dtype == dtype] for dtype in dtypes]
 
     def each(shards: list[jax.Array]) -> list[jax.Array]:
-        return [lax.all_gather(x, DATA, axis=d, tiled=True) if d >= 0 else x for x, d in zip(shards, dims)]
+        return [all_gather(x, axis, d) if d >= 0 else x for x, d in zip(shards, dims)]
 
     def together(shards: list[jax.Array]) -> list[jax.Array]:
         gathered = list(shards)
         for places in kinds:
-            whole = packed_gather([shards[i] for i in places], [dims[i] for i in places], DATA)
+            whole = packed_gather([shards[i] for i in places], [dims[i] for i in places], axis)
             for i, x in zip(places, whole, strict=True):
                 gathered[i] = x
         return gathered
@@ -80,7 +80,7 @@ def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
     """Return the embedding's table gathered over data along dim, on the first and the last stage."""
     if dim < 0:
         return shard
-    run = functools.partial(lax.all_gather, axis_name=DATA, axis=dim, tiled=True)
+    run = functools.partial(all_gather, axis=layout.replica_axes, dim=dim)
     return on_edges(layout, run, shard)
 
 
@@ -100,7 +100,7 @@ def _gather_coded(layout: Layout, codec: Codec, shards: Weights, dims: Weights) 
     named, structure = jax.tree_util.tree_flatten_with_path(shards)
     leaves, places = [x for _, x in named], jax.tree.leaves(dims)
     some = [i for i, (path, _) in enumerate(named) if _is_kernel(layout, path) and places[i] >= 0]
-    where = [Shard(DATA, layout.config.mesh.data, places[i]) for i in some]
+    where = [Shard(layout.replica_axes, layout.config.mesh.replicas, places[i]) for i in some]
     with jax.named_scope("compression"):
         for i, x in zip(some, gather(codec, [leaves[i] for i in some], where), strict=True):
             leaves[i] = x
@@ -169,5 +169,5 @@ def gather_weights(layout: Layout, shards: Params, codec: Codec | None = None) -
         found = _gather_coded(layout, codec, found, dims)
         dims = _without_kernels(layout, dims)
     leaves, structure = jax.tree.flatten(found)
-    gathered = jax.tree.unflatten(structure, gather_each(leaves, jax.tree.leaves(dims)))
+    gathered = jax.tree.unflatten(structure, gather_each(layout.replica_axes, leaves, jax.tree.leaves(dims)))
     return gathered._replace(embedding={**gathered.embedding, "token": table})

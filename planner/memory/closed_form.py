@@ -270,9 +270,10 @@ def parameters(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]:
     for p in table(shape.model):
         dims = p.shape(shape.model, shape.mesh)
         size = _count(shape, p) * functools.reduce(np.multiply, dims)
-        splits = functools.reduce(np.logical_or, [np.asarray(d) % shape.data == 0 for d in dims])
+        ranks = np.asarray(shape.data * shape.shared)
+        splits = functools.reduce(np.logical_or, [np.asarray(d) % ranks == 0 for d in dims])
         whole = whole + size
-        sharded = sharded + size / np.where(splits & (np.asarray(shape.zero1) == 1), shape.data, 1)
+        sharded = sharded + size / np.where(splits & (np.asarray(shape.zero1) == 1), ranks, 1)
         cast = cast + size * p.cast
     return whole, sharded, cast
 

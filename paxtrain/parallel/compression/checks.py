@@ -98,7 +98,7 @@ def _check_reducer(compression: Compression, reducer: Reducer) -> None:
         raise UserError(policy.too_large(f"compress.data.rank={c.data.rank}", what, max(useful.values()), c.min_ratio))
     raise UserError(
         f"compress.data.codec={c.data.codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
-        f"(compress.min_ratio) in {compression.config.mesh.data} equal parts; choose other options or a smaller "
+        f"(compress.min_ratio) in {compression.config.mesh.replicas} equal parts; choose other options or a smaller "
         "min_ratio"
     )
 

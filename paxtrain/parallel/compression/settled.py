@@ -27,7 +27,7 @@ from compress.powersgd import PowerSGD
 from compress.reducer import Reducer, Shard, stored
 from paxtrain import tables
 from paxtrain.config import Config
-from paxtrain.config.axes import AXES, DATA, PIPE
+from paxtrain.config.axes import AXES, PIPE
 from paxtrain.config.options import LINKED
 from paxtrain.errors import UserError
 from paxtrain.parallel.compression.named import named_codec, named_reducer
@@ -183,7 +183,7 @@ class Compression:
             made: Reducer = PowerSGD(c.data.rank, self.implementation)
         else:
             made = named_reducer(c, "data")
-        if c.data.over(mesh.data) == "none":
+        if c.data.over(mesh.replicas) == "none":
             return None  # behind named_reducer, which refuses a codec that does not exist
         return Hierarchical(made, c.data.inside, mesh.reduce_dtype) if c.data.inside > 1 else made
 
@@ -207,8 +207,9 @@ class Compression:
     @functools.cached_property
     def shards(self) -> dict[LayerPath, Shard]:
         """Parts of the mean that each data rank keeps of the gradients of the layers' kernels, by path."""
-        dims, ranks = self.layout.data_dims()["layers"], self.config.mesh.data
-        return {path: Shard(DATA, ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
+        dims, ranks = self.layout.data_dims()["layers"], self.config.mesh.replicas
+        axes = self.layout.replica_axes
+        return {path: Shard(axes, ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
 
     @property
     def reduced(self) -> dict[LayerPath, tuple[tuple[int, ...], Shard]]:
@@ -414,7 +415,7 @@ class Compression:
             chosen = self.compressed_kernels(self.level)
             left = [name for name, _ in self.kernels if (name, "kernel") not in chosen]
             dense = f"; {', '.join(left)} would not shrink enough" if left else ""
-            alone = "; one data rank, nothing is saved" if self.config.mesh.data == 1 else ""
+            alone = "; one data rank, nothing is saved" if self.config.mesh.replicas == 1 else ""
             names = ", ".join(name for name, _ in chosen)
             where = f", stages {', '.join(map(str, measured))}" if measured else ""
             what = f"{c.data.chosen}{where}: {self.reducer.describe()} of {names}{dense}{alone}{self._sent_in_groups}"
