@@ -221,8 +221,8 @@ class Close(NamedTuple):
 
 def some(tree: Params, leaves: dict[int, jax.Array]) -> Params:
     """Return a tree with some leaves, by number, and None in place of the others."""
-    structure = jax.tree.structure(tree)
-    return jax.tree.unflatten(structure, [leaves.get(n) for n in range(structure.num_leaves)])
+    known, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [leaves.get(n) for n in range(len(known))])
 
 
 def layers_of(part: Layers) -> list[Params]:

@@ -142,7 +142,12 @@ class Candidate:
     @property
     def parts(self) -> int:
         """Number of parts of the sequence; a device keeps and sends one."""
-        return sequence_parts(self.sizes) * (self.tensor if self.sequence_parallel else 1)
+        return self.shared * (self.tensor if self.sequence_parallel else 1)
+
+    @property
+    def shared(self) -> int:
+        """Devices that share each sequence through all layers."""
+        return sequence_parts(self.sizes)
 
     @functools.cached_property
     def compresses_forward(self) -> bool:

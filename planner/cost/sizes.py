@@ -131,7 +131,7 @@ class Sizes:
         c = self.candidate
         if c.compresses_embedding and self.swaps:
             return c.coded.table_bytes(self.table_shape, c.together)
-        return self.embedding_parameters * MASTER / c.together
+        return self.embedding_parameters * MASTER / (c.together * c.shared)
 
     @functools.cached_property
     def factor_bytes(self) -> int:

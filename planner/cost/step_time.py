@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import DATA, token_axes
+from paxtrain.config.axes import AXES, DATA, token_axes
 from paxtrain.schedule.schedules import build, spec_of
 from planner.cluster.cluster import PAXTRAIN, Cluster, TrainerExecution, with_crossing
 from planner.cost import compute as costs
@@ -153,7 +153,8 @@ class Problem(Sizes):
     def sums(self) -> Array:
         """Seconds [P] of the sums of a stage's gradients over axes besides data whose devices have other tokens.
 
-        They follow the reduction over data, which leaves a rank its shard. Each is an all-reduce inside a host.
+        They follow the reduction over data, which leaves a rank its shard. Each is an all-reduce inside a host. Over
+        axes that split sequences it is the part of the reduction inside hosts, and the gather of the weights there.
         """
         c, seconds = self.candidate, np.zeros(self.candidate.pipe)
         for axis, size in c.sizes.items():
@@ -161,6 +162,10 @@ class Problem(Sizes):
                 layers, tables = self.summed(axis)
                 for stage, meets in enumerate(self.meets):
                     sent = MASTER * (layers + meets * tables) / (c.together if c.zero1 else 1)
+                    if AXES[axis].sequence:
+                        item = costs.ITEM[self.model.dtype] if c.zero1 else costs.ITEM[c.reduce_dtype]
+                        whole = self.layer_parameters + meets * self.embedding_parameters
+                        sent = whole * (costs.ITEM[c.reduce_dtype] + item) / 2
                     links = [costs.inside(self.cluster, kind) for kind in set(self.cluster.kinds)]
                     seconds[stage] += max(all_reduce(size, sent, *link) for link in links)
         return seconds
@@ -176,6 +181,11 @@ class Problem(Sizes):
         def stages(x: Array) -> Array:
             return x.reshape(-1, c.pipe)
 
+        def data(latency: Array, per_byte: Array, scatter_latency: Array, scatter_per_byte: Array) -> DataLinks:
+            # Devices that share sequences send a part each of what crosses hosts.
+            bytes_each = (stages(x) / c.shared for x in (per_byte, scatter_per_byte))
+            return DataLinks(stages(latency), next(bytes_each), stages(scatter_latency), next(bytes_each))
+
         swap = np.zeros(len(paths.swap[0]) * c.apart)
         if self.swaps:
             both = on(paths.swap, self.swapped)
@@ -188,13 +198,10 @@ class Problem(Sizes):
             activation=activation,
             gradient=gradient,
             packed=gradient if c.backward == "none" else on(paths.backward, self.packed),
-            ring_latency=stages(paths.ring[0]),
-            ring_per_byte=stages(paths.ring[1]),
-            scatter_latency=stages(paths.scatter[0]),
-            scatter_per_byte=stages(paths.scatter[1]),
+            **data(*paths.ring, *paths.scatter)._asdict(),
             swap=swap,
-            inside=DataLinks(*map(stages, paths.inside)) if c.inside > 1 else None,
-            between=DataLinks(*map(stages, paths.between)) if c.inside > 1 else None,
+            inside=data(*paths.inside) if c.inside > 1 else None,
+            between=data(*paths.between) if c.inside > 1 else None,
             outer=outer.seconds(self, self.pass_per_byte.max(), *paths.outer) if c.apart > 1 else None,
         )
 
@@ -370,7 +377,7 @@ class Problem(Sizes):
         ends = np.minimum(whole, small).max(axis=1, keepdims=True)
         compressed = whole > ends
         reduce = np.where(compressed, small, whole) - finish
-        held = (self.layer_parameters + self.embedding_parameters) / (c.together if c.zero1 else 1)
+        held = (self.layer_parameters + self.embedding_parameters) / (c.together * c.shared if c.zero1 else 1)
         per_parameter = np.array([x.optimizer for x in self.layer])
         optimizer = held * (np.full(len(kinds), per_parameter[0]) if alike else per_parameter[kinds].max(axis=(1, 2)))
         # All stages know the global norm before any may update.

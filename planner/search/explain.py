@@ -208,7 +208,7 @@ def require_compression(space: Space, model: ModelConfig, choices: Choices) -> N
 
 def _why_no_messages(space: Space, model: ModelConfig, choices: Choices) -> str:
     """Return why no candidate compresses gradients between stages; the arguments are those of `require_compression`."""
-    columns = zip(*(x.tolist() for x in (space.tensor, space.micro_batch, space.sequence_parallel)))
+    columns = zip(*(x.tolist() for x in (space.parts, space.micro_batch)))
     largest = max((message_shape(model, *row) for row in set(columns)), key=math.prod)
     if choices.coded.backward is not None:
         return choices.coded.message_problem("backward", largest, model.dtype, choices.min_ratio)

@@ -89,7 +89,7 @@ def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array
         pick(hop_inside, alpha_in, alpha_out, one),
         pick(hop_inside, byte_in, byte_out, crowd),
         pick(ring_inside, alpha_in, alpha_out, one),
-        pick(ring_inside, byte_in, byte_out, crowd),
+        pick(ring_inside, byte_in, byte_out, crowd) / space.shared,
     )
 
 
@@ -394,7 +394,9 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space, coded: Coded
     several = each(space.schedule, lambda spec: spec.splits)
     first = np.where(several, first, np.maximum(first, slowest))
     over, edge = _reduction(cluster, model, space, facts)
-    optimizer = (facts.held + facts.table) / np.where(space.zero1, space.together, 1) * facts.costs["optimizer"]
+    optimizer = (
+        (facts.held + facts.table) / np.where(space.zero1, space.together * space.shared, 1) * facts.costs["optimizer"]
+    )
     # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and, if the
     # embedding is tied to the head, to exchange.
     return np.maximum(pipeline + over, first + over + edge) + optimizer + cluster.host_seconds

@@ -160,8 +160,12 @@ class Space:
     @property
     def parts(self) -> Array:
         """Parts into which devices split the sequence that they keep and send."""
-        shared = sequence_parts({name: self.column(name) for name in AXES})
-        return shared * np.where(self.sequence_parallel, self.tensor, 1)
+        return self.shared * np.where(self.sequence_parallel, self.tensor, 1)
+
+    @property
+    def shared(self) -> Array:
+        """Devices that share each sequence through all layers."""
+        return sequence_parts({name: self.column(name) for name in AXES})
 
     @property
     def seat(self) -> Array:
@@ -347,7 +351,7 @@ def _rows(
         together = data // choices.apart(data)
         if not takes(_table_problem(choices, model, together, pipe, split)):
             continue
-        zero1 = choices.zero1 if together > 1 else choices.zero1[:1]
+        zero1 = choices.zero1 if together * sequence_parts(mesh) > 1 else choices.zero1[:1]
         zero1 = tuple(z for z in zero1 if takes(sharding_problem(choices, model, data, split, z)))
         sizes = [b for b in divisors(global_batch // ranks) if not choices.micro_batch or b in choices.micro_batch]
         for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
@@ -358,7 +362,7 @@ def _rows(
             saves = [SAVE_MODES.index(s) for s in choices.saves if not spec_of(name).splits or s in SPLIT_SAVES]
             by_speed = _uneven_data(choices, cluster, data, m, spec_of(name)) if ranks == data else (False,)
             for sequence in _sequence_parallel(choices, model, tensor, sequence_parts(mesh)):
-                message = message_shape(model, tensor, micro_batch, sequence)
+                message = message_shape(model, sequence_parts(mesh) * (tensor if sequence else 1), micro_batch)
                 if pipe > 1 and not takes(_activations_problem(choices, model, message)):
                     continue
                 policies = _compressions(choices, model, together, pipe, split, message)
@@ -416,16 +420,9 @@ def _uneven_data(choices: Choices, cluster: Cluster, data: int, m: int, spec: Sc
     return choices.uneven_data if differ else (False,)
 
 
-def message_shape(model: ModelConfig, tensor: int, micro_batch: int, sequence: bool) -> tuple[int, int, int]:
-    """Return the shape of a message between stages.
-
-    Args:
-        model: model to split.
-        tensor: size of the tensor axis.
-        micro_batch: sequences of a micro-batch.
-        sequence: whether tensor splits the sequence.
-    """
-    return micro_batch, model.sequence // (tensor if sequence else 1), model.hidden
+def message_shape(model: ModelConfig, parts: int, micro_batch: int) -> tuple[int, int, int]:
+    """Return the shape of a message between stages; `parts` are those of the sequence, of which a device sends one."""
+    return micro_batch, model.sequence // parts, model.hidden
 
 
 def _activations_problem(choices: Choices, model: ModelConfig, message: tuple[int, int, int]) -> str:
