@@ -12,7 +12,8 @@ _TABLE = {
     "paxtrain/devices": "",
     "paxtrain/process": "",
     "paxtrain/xla": "paxtrain/devices",
-    "paxtrain/model": "compress paxtrain/config",
+    "paxtrain/attention": "",
+    "paxtrain/model": "compress paxtrain/attention paxtrain/config",
     "paxtrain/architectures": "paxtrain/config paxtrain/model",
     "paxtrain/pipeline": "compress paxtrain/config paxtrain/model paxtrain/schedule",
     "paxtrain/parallel": (

@@ -63,8 +63,8 @@ class Config(Checked):
     def check(self) -> None:
         model, mesh = self.model, self.mesh
         steps("profile", self.profile, self.run.steps)
-        self._check_split()
         self._check_sequence()
+        self._check_split()
         require(
             not mesh.sequence_parallel or model.sequence % mesh.tensor == 0,
             f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "

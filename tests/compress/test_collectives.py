@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from compress import collectives
 from compress.collectives import packed, packed_gather, packed_scatter, reduce_scatter
 from tests.compress.ranks import mapped
 from tests.processes import run_processes
@@ -42,6 +43,33 @@ class TestReduceScatter:
         kinds = {platform: lowered(run, platform, x) for platform in ("cpu", "cuda")}
         assert "stablehlo.reduce_scatter" in kinds["cuda"] and "all_to_all" not in kinds["cuda"]
         assert "stablehlo.reduce_scatter" not in kinds["cpu"] and "all_to_all" in kinds["cpu"]
+
+
+class TestRanksOfTwoAxes:
+    """Ranks of two axes are those of one axis in row-major order, on devices and on axes that vmap emulates."""
+
+    X = np.random.default_rng(5).normal(size=(4, 8, 3)).astype(np.float32)
+    RUNS = (
+        lambda x, axis: reduce_scatter(x, axis, 0),
+        lambda x, axis: collectives.all_gather(x, axis, 1),
+        lambda x, axis: collectives.all_to_all(x.reshape(4, 2, 3), axis),
+        lambda x, axis: collectives.own_part(x, axis, 0),
+        lambda x, axis: collectives.mean_of_ranks(x, axis),
+    )
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_they_exchange_as_those_of_one_axis(self, run):
+        one = mapped(lambda x: run(x, "data"), 4)(self.X)
+        axes = "data", "context"
+        mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+        spec = jax.sharding.PartitionSpec(axes)
+        both = jax.shard_map(
+            lambda x: run(x[0], axes)[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        np.testing.assert_array_equal(jax.jit(both)(self.X), one)
+        emulated = jax.vmap(jax.vmap(lambda x: run(x, axes), axis_name="context"), axis_name="data")
+        found = emulated(self.X.reshape(2, 2, *self.X.shape[1:]))
+        np.testing.assert_allclose(found.reshape(4, *found.shape[2:]), one, rtol=1e-6)
 
 
 # Each process prints how many of its results are wrong, by collective and size. The numbers are small integers, so that

@@ -19,7 +19,7 @@ from paxtrain.parallel.compiler_options import GPU_OPTIONS
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.step import Trainer
-from paxtrain.xla import aot, hlo
+from paxtrain.xla import aot, hlo, module
 from tests.compress_settings import compression
 from tests.programs import gpus
 
@@ -394,6 +394,39 @@ def test_flash_attention_stays_within_documents():
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, separator=50256))
     kernels = {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}
     assert kernels == set(re.findall(r'"__cudnn\$(\w+)"', compiled(trainer(config)).as_text()))
+
+
+def long(sequence: int, context: int, form: str = "ring") -> Config:
+    """Return two layers of Llama 3's shape, with a small vocabulary, on sequences that devices share."""
+    model = {"layers": 2, "hidden": 2048, "heads": 16, "kv_heads": 4, "intermediate": 4096, "vocab_size": 4096}
+    return gpt(
+        "llama_1b",
+        model=model | {"sequence": sequence},
+        mesh={"context": context, "context_form": form, "data": 1, "pipe": 1, "tensor": 1},
+        batch={"global_batch": 1, "micro_batch": 1},
+        pipeline={"save": "layer_inputs"},
+    )
+
+
+def under_products(text: str, kind: str) -> float:
+    """Return the share of a collective's bytes that travel with matrix products or attention before they are awaited."""
+    ops = hlo.overlap(text, kind=kind)
+    return sum(op.bytes * op.executions for op in ops if op.matmuls) / sum(op.bytes * op.executions for op in ops)
+
+
+def test_a_rings_transfers_lie_under_attention_and_no_array_has_all_scores():
+    """Sixteen times the scores of 8,192 tokens: with as many tokens a device memory stays, and so does each array."""
+    temporary = []
+    # Of two devices the last message, which brings gradients home, is a third of the bytes and under nothing.
+    for sequence, context, share in ((8192, 2, 0.6), (32768, 8, 0.95)):
+        program = compiled(trainer(long(sequence, context)))
+        text, part = program.as_text(), sequence // context
+        assert under_products(text, "collective-permute") > share
+        assert '"__cudnn$fmhaSoftmaxBackward"' in text
+        sizes = [math.prod(dims) for _, dims in module.arrays(text)]
+        assert max(sizes) < 16 * part**2  # the scores of a block; the largest are tables and their states
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+    assert temporary[1] == pytest.approx(temporary[0], rel=0.05)
 
 
 @pytest.mark.slow
