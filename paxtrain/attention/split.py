@@ -236,19 +236,9 @@ def _either(condition: jax.Array, first: Any, second: Any) -> Any:
 
 @jax.named_scope("context")
 def _passed(tree: Any, axis: str) -> Any:
-    """Return what the device before this one on the axis has.
-
-    On CPUs a permutation waits for all devices of the mesh, also for stages that skip this one; a gather does not.
-    """
+    """Return what the device before this one on the axis has."""
     ranks = lax.axis_size(axis)
-
-    def permuted(tree: Any) -> Any:
-        return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % ranks) for i in range(ranks)]), tree)
-
-    def gathered(tree: Any) -> Any:
-        return _of(jax.tree.map(lambda x: lax.all_gather(x, axis), tree), (lax.axis_index(axis) - 1) % ranks)
-
-    return lax.platform_dependent(tree, cpu=gathered, default=permuted)
+    return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % ranks) for i in range(ranks)]), tree)
 
 
 @jax.named_scope("context")

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from paxtrain.config.axes import AXES, AxisSizes, batch_axes, layer_sizes, replica_axes
+from paxtrain.config.axes import AXES, AxisSizes, batch_axes, layer_sizes, replica_axes, token_axes
 from paxtrain.config.checks import OUT, Checked, bounded, choice, counts, each, multiples_near, positive, require, shown
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, ScheduleSpec, between_ends, names, spec_of
@@ -110,6 +110,11 @@ class MeshConfig(Checked):
     def zero1(self) -> bool:
         """True if master weights and optimizer state are sharded over data."""
         return self.shard != "none"
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of devices with different tokens of the batch: those of its parts, and those that share sequences."""
+        return math.prod(self.sizes[name] for name in token_axes())
 
     @property
     def replicas(self) -> int:

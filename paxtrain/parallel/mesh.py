@@ -1,5 +1,6 @@
 """The device mesh with the axes of paxtrain/config/axes.py, and the part of it that each process holds."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -33,6 +34,15 @@ def local(tree: T) -> T:
 def spread(tree: T) -> T:
     """Return a device's arrays as its part of arrays of `device_spec`. Call it inside `shard_map`."""
     return jax.tree.map(lambda x: x[(None,) * len(AXES)], tree)
+
+
+def settle_context(config: MeshConfig, platform: str) -> MeshConfig:
+    """Return `config` with keys and values gathered in place of a ring if stages may skip a ring's messages on CPUs.
+
+    There a permutation waits for all devices of the mesh, and a gather for those of a group.
+    """
+    skips = platform == "cpu" and config.pipe > 1 and config.context_form == "ring"
+    return dataclasses.replace(config, context_form="gather") if skips else config
 
 
 def cpu_devices(config: MeshConfig, processes: int) -> int:

@@ -11,7 +11,6 @@ weights with optax on global arrays:
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -34,7 +33,7 @@ from paxtrain.parallel import compiler_options, gradients, muon
 from paxtrain.parallel.compression.named import settle_implementation
 from paxtrain.parallel.compression.settled import CodecStates, Compression
 from paxtrain.parallel.layout import Layout, Params, is_spec
-from paxtrain.parallel.mesh import batch_spec, device_spec, local, spread
+from paxtrain.parallel.mesh import batch_spec, device_spec, local, settle_context, spread
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
 from paxtrain.parallel.reduction import DataReduction, sharding_of
 from paxtrain.parallel.weights import gather_weights
@@ -110,7 +109,8 @@ class Trainer:
         settled = settle_attention(self.config.model, self.mesh.devices.flat[0])
         if self.virtual and settled.separator >= 0:  # under vmap jax requires one mask per head for cuDNN
             settled = dataclasses.replace(settled, attention="xla")
-        return Layout(dataclasses.replace(self.config, model=settled))
+        mesh = self.config.mesh if self.virtual else settle_context(self.config.mesh, self.platform)
+        return Layout(dataclasses.replace(self.config, model=settled, mesh=mesh))
 
     @functools.cached_property
     def compression(self) -> Compression:
@@ -328,8 +328,7 @@ class Trainer:
     def _sum_losses(self, loss: jax.Array, scalars: Scalars) -> tuple[jax.Array, Scalars]:
         """Return loss and layers' scalars of the whole mesh, in one collective."""
         own = jnp.stack([loss, *scalars.values()]) if scalars else loss
-        axes = token_axes()
-        sums = lax.psum(own, (*axes, PIPE)) / math.prod(self.config.mesh.sizes[axis] for axis in axes)
+        sums = lax.psum(own, (*token_axes(), PIPE)) / self.config.mesh.token_ranks
         return (sums[0], dict(zip(scalars, sums[1:], strict=True))) if scalars else (sums, {})
 
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: CodecStates) -> tuple:

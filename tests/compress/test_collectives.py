@@ -63,9 +63,7 @@ class TestRanksOfTwoAxes:
         axes = "data", "context"
         mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
         spec = jax.sharding.PartitionSpec(axes)
-        both = jax.shard_map(
-            lambda x: run(x[0], axes)[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
+        both = jax.shard_map(lambda x: run(x[0], axes)[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         np.testing.assert_array_equal(jax.jit(both)(self.X), one)
         emulated = jax.vmap(jax.vmap(lambda x: run(x, axes), axis_name="context"), axis_name="data")
         found = emulated(self.X.reshape(2, 2, *self.X.shape[1:]))
