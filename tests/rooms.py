@@ -50,7 +50,7 @@ _TABLE = {
     "planner/placement": "paxtrain/config planner/cluster planner/cost planner/pipeline",
     "planner/search": (
         "compress paxtrain/config paxtrain/model paxtrain/schedule planner/cluster planner/cost planner/memory "
-        "planner/placement"
+        "planner/pipeline planner/placement"
     ),
     "planner/report": (
         "paxtrain/config paxtrain/model paxtrain/run paxtrain/schedule paxtrain/study planner/cluster planner/cost "
@@ -58,11 +58,11 @@ _TABLE = {
     ),
     "planner/planning": (
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule paxtrain/study planner/cluster planner/cost "
-        "planner/fit planner/memory planner/placement planner/report planner/runs planner/search"
+        "planner/fit planner/memory planner/pipeline planner/placement planner/report planner/runs planner/search"
     ),
     "planner/answers": (
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule planner/cluster planner/cost planner/memory "
-        "planner/planning planner/report planner/search"
+        "planner/pipeline planner/planning planner/report planner/search"
     ),
     "planner/export": "paxtrain/config paxtrain/model paxtrain/schedule",
     "planner/measure": (

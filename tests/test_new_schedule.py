@@ -19,7 +19,8 @@ from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from planner.memory import closed_form
 from planner.pipeline import rows
-from planner.search import layers, pruning
+from planner.pipeline import layers
+from planner.search import pruning
 from planner.search.space import Choices, candidate_of, enumerate_candidates
 from tests import small
 from tests.planner.examples import MODEL, cluster, placements

@@ -8,7 +8,7 @@ from paxtrain.config.axes import AXES
 from paxtrain.config.load import nested
 from planner.cost.candidate import Candidate
 from planner.cost.coded import coded
-from planner.search import layers
+from planner.pipeline import layers
 
 MODEL = {"vocab_size": 257, "layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "dtype": "float32"}
 MODEL |= {"vocab_multiple": 4}  # 128, the default, would make a third of so small a table padding

@@ -27,7 +27,7 @@ from planner.memory import closed_form
 from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions
 from planner.report.text import aligned, hosts, labelled, longer, mesh, schedule
-from planner.search import layers
+from planner.pipeline import layers
 from planner.search.search import Search
 from planner.search.space import Space, candidate_of, enumerate_candidates
 

@@ -16,7 +16,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import host_slots
 from planner.cost.step_time import Step
-from planner.search import layers
+from planner.pipeline import layers
 
 
 class Sections(TypedDict):

@@ -4,7 +4,7 @@ search.py                    bound, simulate, rank, place
 space.py budget.py           all candidates; those that fit into memory
 pruning.py                   lower bounds in closed form
 trials.py pool.py            candidates on known placements; the placements of each mesh
-splitting.py layers.py       layers per stage
+splitting.py                 layers per stage
 refine.py                    plan, placement and layers chosen together
 nearby.py                    quicker plans on fewer hosts, and for batches near by
 baselines.py explain.py      gains over others' rules; reasons against the neighbors of the chosen plan, and for

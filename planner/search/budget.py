@@ -14,7 +14,7 @@ from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
 from planner.memory.margin import margin, origin
-from planner.search import layers
+from planner.pipeline import layers
 from planner.search.space import Space
 
 Array = np.ndarray

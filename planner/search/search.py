@@ -23,7 +23,8 @@ from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import fabric
 from planner.placement.spared import spared
-from planner.search import layers, pruning
+from planner.pipeline import layers
+from planner.search import pruning
 from planner.search.budget import Budget
 from planner.search.refine import Refinement
 from planner.search.space import Choices, Space, candidate_of, enumerate_candidates

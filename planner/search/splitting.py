@@ -9,7 +9,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.schedule.schedules import spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost.step_time import Problem
-from planner.search import layers
+from planner.pipeline import layers
 from planner.search.budget import Budget
 from planner.search.space import Space
 

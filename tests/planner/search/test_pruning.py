@@ -17,7 +17,8 @@ from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
 from planner.fit.recalibrate import priced
 from planner.placement import bounds as placement_bounds
-from planner.search import layers, pruning
+from planner.pipeline import layers
+from planner.search import pruning
 from planner.search.space import BACKWARD, TRIED, Choices, enumerate_candidates
 from tests.planner.examples import MODEL, cluster, placements
 

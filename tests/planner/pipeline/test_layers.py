@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.search import layers
+from planner.pipeline import layers
 
 
 @pytest.mark.parametrize("seed", range(30))
