@@ -27,7 +27,7 @@ SEARCH = (*_OPTIONS, *more_axes())  # the flags that `define_flags` defines
 # What the planner decides, and the flags that narrow it to a value.
 _DECIDED = {
     **{f"mesh.{name}": f"--{name}={{}}" for name in AXES},
-    "mesh.shard": "--zero1=yes or no",
+    "mesh.shard": "--shard={}",
     "mesh.sequence_parallel": "--sequence_parallel={}",
     "pipeline.schedule": "--schedules={}",
     "pipeline.in_flight": "--schedules=1f1b",

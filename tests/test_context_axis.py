@@ -19,8 +19,9 @@ from planner.memory import closed_form
 from planner.program.cache import layer_program
 from planner.report import text
 from planner.search.budget import Budget
+from planner.search.enumeration import enumerate_candidates
 from planner.search.search import Options, Search
-from planner.search.space import Choices, enumerate_candidates
+from planner.search.space import Choices
 from tests import small
 from tests.planner.examples import cluster
 
@@ -37,7 +38,9 @@ LONG = ModelConfig(
     dtype="bfloat16",
 )
 SPLIT = {"context": 4}
-CHOICES = Choices(schedules=("1f1b",), saves=("dots",), zero1=(True,), micro_batch=(1,), backward=(), data_ranks=())
+CHOICES = Choices(
+    schedules=("1f1b",), saves=("dots",), shards=("optimizer",), micro_batch=(1,), backward=(), data_ranks=()
+)
 
 
 def sheet(model: ModelConfig, mesh: dict[str, int], link: tuple[float, float] = LINK) -> compute.LayerCosts:

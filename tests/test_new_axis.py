@@ -34,8 +34,9 @@ from planner.planning.options import PlanOptions
 from planner.program.cache import layer_program
 from planner.report import text
 from planner.search.budget import Budget
+from planner.search.enumeration import enumerate_candidates
 from planner.search.search import Options, Search
-from planner.search.space import Choices, enumerate_candidates
+from planner.search.space import Choices
 from tests import small
 from tests.planner.examples import cluster
 
@@ -92,9 +93,9 @@ def errors(module="", **mesh):
     return [float(np.abs(other - one).max() / np.abs(one).max()) for one, other in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.once)])
-def test_its_gradients_are_those_of_one_device(replica, zero1):
-    assert max(errors(data=2, pipe=2, replica=2, zero1=zero1)) < 1e-5
+@pytest.mark.parametrize("shard", ["optimizer", pytest.param("none", marks=pytest.mark.once)])
+def test_its_gradients_are_those_of_one_device(replica, shard):
+    assert max(errors(data=2, pipe=2, replica=2, shard=shard)) < 1e-5
 
 
 def test_a_candidate_with_it_is_seated_told_and_planned(replica):
@@ -130,7 +131,9 @@ def test_axes_for_which_layers_wait_have_devices_side_by_side(replica, monkeypat
 # Two hosts of four devices; their links are unequal, so that placements differ.
 HOSTS, PER_HOST, BATCH = 2, 4, 16
 MODEL = ModelConfig(vocab_size=1000, layers=4, hidden=256, heads=4, sequence=128)
-CHOICES = Choices(schedules=("1f1b",), saves=("dots",), zero1=(True,), micro_batch=(1, 2), backward=(), data_ranks=())
+CHOICES = Choices(
+    schedules=("1f1b",), saves=("dots",), shards=("optimizer",), micro_batch=(1, 2), backward=(), data_ranks=()
+)
 
 
 def search(**changes):

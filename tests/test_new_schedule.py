@@ -18,10 +18,10 @@ from paxtrain.schedule.schedules import SPECS, ScheduleSpec, build, code
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from planner.memory import closed_form
-from planner.pipeline import rows
-from planner.pipeline import layers
+from planner.pipeline import layers, rows
 from planner.search import pruning
-from planner.search.space import Choices, candidate_of, enumerate_candidates
+from planner.search.enumeration import enumerate_candidates
+from planner.search.space import Choices, candidate_of
 from tests import small
 from tests.planner.examples import MODEL, cluster, placements
 from tests.sources import ROOT

@@ -94,7 +94,7 @@ class Split:
             chunks=self.chunks,
             save=SAVE,
             scan_layers=c.pipeline.scan_layers,
-            zero1=c.mesh.zero1,
+            shard=c.mesh.shard,
             backward=c.compress.backward.chosen,
             backward_rank=c.compress.backward.rank,
             data_rank=0 if data == "none" else c.compress.data.rank,

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from experiments.published.runs import PER_HOST, PublishedRun
+from paxtrain.config import MeshConfig
 from planner.cluster.cluster import ASSUMED, ATTAINED, Cluster
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
@@ -92,7 +93,7 @@ def _candidate(run: PublishedRun) -> Candidate:
         counts=run.stage_layers,
         chunks=run.chunks,
         save=_SAVES.get(run.recompute, run.recompute),
-        zero1=run.sharding == "zero1",
+        shard=MeshConfig.of_zero1(run.sharding == "zero1"),
         sequence_parallel=run.sequence_parallel,
         reduce_dtype="bfloat16" if run.sharding == "none" else "float32",
     )

@@ -19,6 +19,7 @@ from paxtrain.config.optimizer import OptimizerConfig, OuterConfig
 from paxtrain.config.parallel import (
     REDUCE_DTYPES,
     SAVE_MODES,
+    SHARDS,
     SPLIT_SAVES,
     BatchConfig,
     MeshConfig,
@@ -30,6 +31,7 @@ from paxtrain.config.run import CheckpointConfig, RunConfig
 __all__ = [
     "REDUCE_DTYPES",
     "SAVE_MODES",
+    "SHARDS",
     "SPLIT_SAVES",
     "BatchConfig",
     "CheckpointConfig",

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxtrain.config import SAVE_MODES
+from paxtrain.config import SAVE_MODES, SHARDS
 from planner.cluster.cluster import Cluster
 from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
@@ -28,7 +28,7 @@ def freed(options: PlanOptions) -> PlanOptions:
         others=(),
         micro_batch=(),
         virtual_stages=union("virtual_stages"),
-        zero1="both",
+        shard=SHARDS,
         sequence_parallel="both",
         schedules=union("schedules"),
         saves=SAVE_MODES,

@@ -24,19 +24,20 @@ from planner.cluster.device_sheets import SHEETS
 from planner.cluster.variants import parts_of_a_host, with_devices
 from planner.cost.candidate import Candidate
 from planner.memory import closed_form
+from planner.pipeline import layers
 from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions
-from planner.report.text import aligned, hosts, labelled, longer, mesh, schedule
-from planner.pipeline import layers
+from planner.report.text import STATES, aligned, hosts, labelled, longer, mesh, schedule
+from planner.search.enumeration import enumerate_candidates
 from planner.search.search import Search
-from planner.search.space import Space, candidate_of, enumerate_candidates
+from planner.search.space import Space, candidate_of
 
 # What changes together besides the mesh, as columns of the space, and the flags that choose it.
 _CHOICES = {
     ("micro_batch",): ("micro_batch",),
     ("schedule", "chunks"): ("schedules", "virtual_stages"),
     ("save",): ("saves",),
-    ("zero1",): ("zero1",),
+    ("shard",): ("shard",),
     ("sequence_parallel",): ("sequence_parallel",),
 }
 _KEPT = ("backward", "backward_rank", "data_rank")
@@ -199,7 +200,7 @@ def _gb(size: float) -> str:
 
 
 def _plan_words(c: Candidate) -> str:
-    zero = ", ZeRO-1" if c.zero1 and c.together > 1 else ""
+    zero = f", {STATES[c.shard]}" if c.zero1 and c.together > 1 else ""
     order = f", {schedule(c)}" if c.pipe > 1 else ""
     return f"{mesh(c)}, micro-batch {c.micro_batch}{order}, save={c.save}{zero}"
 
@@ -209,7 +210,7 @@ def _schedule(c: Candidate) -> str:
 
 
 def _state(c: Candidate) -> str:
-    return "split (ZeRO-1)" if c.zero1 and c.together > 1 else "whole"
+    return f"split ({STATES[c.shard]})" if c.zero1 and c.together > 1 else "whole"
 
 
 def _change_words(change: Change) -> str:

@@ -43,7 +43,7 @@ class Candidate:
         chunks: PipelineConfig.virtual_stages.
         save: PipelineConfig.save.
         scan_layers: PipelineConfig.scan_layers.
-        zero1: MeshConfig.zero1.
+        shard: MeshConfig.shard.
         sequence_parallel: MeshConfig.sequence_parallel.
         backward: compressed gradients between stages, "none", "epilogue" or "all".
         backward_rank: rank of their factors.
@@ -70,7 +70,7 @@ class Candidate:
     chunks: int = 1
     save: str = "dots"
     scan_layers: str = "auto"
-    zero1: bool = True
+    shard: str = "optimizer"
     sequence_parallel: bool = False
     backward: str = "none"
     backward_rank: int = 16
@@ -84,6 +84,16 @@ class Candidate:
     outer: OuterConfig = NO_GROUPS
     min_ratio: float = 2.0
     others: tuple[int, ...] = ()
+
+    @property
+    def zero1(self) -> bool:
+        """Whether each data rank keeps a part of the states and of the reduced gradients only."""
+        return self.shard != "none"
+
+    @property
+    def shards_sums(self) -> bool:
+        """Whether gradients are reduced to parts after each micro-batch."""
+        return self.shard in ("gradients", "weights")
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:

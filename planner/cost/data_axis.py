@@ -1,6 +1,6 @@
 """Seconds of what crosses the data axis: the gather of the weights, and the reduction of the gradients."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ def gather(sizes: Sizes, links: LinkSeconds, meets: Array) -> Array:
         meets: stages whose data ranks gather and reduce an embedding, bool [P].
     """
     c = sizes.candidate
-    if not c.zero1 or c.together == 1:
+    if not c.zero1 or c.shard == "weights" or c.together == 1:
         return np.zeros(links.ring_latency.shape)
     weights = np.full(c.pipe, sizes.layer_weights)
     weights[meets] += sizes.embedding_parameters * costs.ITEM[sizes.model.dtype]
@@ -63,7 +63,7 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
     if c.compresses_embedding:
         # The work is that of stages with a table; over gloo those between have zeros to encode.
         edge[:, meets] += _table_work(sizes, slowest)[:, meets]
-    if c.together == 1:
+    if c.together == 1 or c.shards_sums:  # reduced with each micro-batch, see `shards`
         return Reductions(none, never, none, edge)
     turn = (c.together - 1) / c.together * links.ring_per_byte
     size = costs.ITEM[c.reduce_dtype]
@@ -88,6 +88,39 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
     if sizes.beside:
         small = small + reduced(c.slots * sizes.beside)
     return Reductions(dense, small, work, edge)
+
+
+def shards(
+    sizes: Sizes, links: LinkSeconds, meets: Array, layers: Sequence[costs.LayerCosts], overlap: bool
+) -> tuple[Array, Array]:
+    """Return the seconds [batch, P] that F and B of a stage wait for weights and gradients in shards.
+
+    A layer's weights are gathered under the layer before, in F and again in B. Its gradients are scattered under the
+    layer that follows. The first gather of F, the last scatter of B, and the vocabulary's tables are under nothing.
+
+    Args:
+        sizes: the candidate's.
+        links: seconds of the messages.
+        meets: stages whose data ranks gather and reduce an embedding, bool [P].
+        layers: costs of a layer on each kind of device.
+        overlap: whether collectives run beside compute.
+    """
+    c, count = sizes.candidate, max(sizes.candidate.counts)
+    whole, turn = c.shard == "weights", (c.together - 1) / c.together
+    item, size = costs.ITEM[sizes.model.dtype], costs.ITEM[c.reduce_dtype]
+
+    def both(parameters: float) -> tuple[Array, Array]:
+        gathered = whole * (links.ring_latency + turn * parameters * item * links.ring_per_byte)
+        return gathered, links.scatter_latency + parameters * size * links.scatter_per_byte
+
+    (gather, scatter), table = both(sizes.layer_parameters / c.slots), both(sizes.embedding_parameters)
+    if overlap:
+        quick = min(one.forward for one in layers), min(one.backward for one in layers)
+        forward = gather + (count - 1) * np.maximum(gather - quick[0], 0)
+        backward = scatter + count * np.maximum(gather + scatter - quick[1], 0)
+    else:
+        forward, backward = count * gather, count * (gather + scatter)
+    return forward + meets * table[0], backward + meets * (table[0] + table[1])
 
 
 def _inside_groups(sizes: Sizes, links: DataLinks) -> Array:

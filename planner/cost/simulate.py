@@ -68,7 +68,7 @@ def candidate_of_config(config: Config) -> Candidate:
         chunks=pipeline.virtual_stages,
         save=pipeline.save,
         scan_layers=pipeline.scan_layers,
-        zero1=mesh.zero1,
+        shard=mesh.shard,
         sequence_parallel=mesh.sequence_parallel,
         reduce_dtype=mesh.reduce_dtype,
         backward=compress.backward.chosen if mesh.pipe > 1 else "none",

@@ -268,13 +268,17 @@ class Problem(Sizes):
         def taken(x: Array) -> Array:
             return np.broadcast_to(x[0], on.shape) if len(self.layer) == 1 else x[on, stage]
 
-        forward = taken(self.forward)
+        forward, backward = taken(self.forward), taken(self.backward)
+        if c.shards_sums:
+            waits = data_axis.shards(self, links, self.meets, self.layer, self.overlap)
+            each = (np.repeat(x[:, c.stage_map.stage_of], kinds.size // gather.size, axis=0) for x in waits)
+            forward, backward = forward + next(each), backward + next(each)
         if c.compresses_forward:  # F decodes what it gets and encodes what it sends
             encode, decode = self._codec_seconds("forward", on)
             forward = forward + encode * (stage < len(stage) - 1) + decode * (stage > 0)
         return simulator.Seconds(
             forward=forward,
-            backward=taken(self.backward),
+            backward=backward,
             weights=taken(self.weights),
             activation=flat(links.activation),
             gradient=flat(links.gradient),

@@ -102,7 +102,7 @@ def candidate(trial: Trial, own: bool) -> Candidate:
         counts=tuple(spec_of(trial.schedule).place(trial.pp, v).by_model(counts).tolist()),
         chunks=v,
         save=saves.get(trial.recompute, trial.recompute),
-        zero1=own or trial.sharding != "none",
+        shard="optimizer" if own or trial.sharding != "none" else "none",
         sequence_parallel=trial.sequence_parallel,
         reduce_dtype="float32" if own or trainer.float32 else trial.model.dtype,
         data_micro_batches=trial.data_micro_batches,

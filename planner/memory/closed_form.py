@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, ModelConfig
+from paxtrain.config import SAVE_MODES, SHARDS, SPLIT_SAVES, Config, ModelConfig
 from paxtrain.config.axes import TENSOR, layer_sizes, more_axes, parts, sequence_parts
 from paxtrain.model.fragments import fragment_layers
 from paxtrain.model.parameters import by_names, count, stack, table, with_attention
@@ -56,7 +56,7 @@ class Shape:
         micro_batches: micro-batches per data rank and step.
         schedule: its number, see `paxtrain.schedule.schedules.code`.
         save: place in paxtrain.config.SAVE_MODES.
-        zero1: state and gradients are sharded over data.
+        shard: index of MeshConfig.shard in SHARDS.
         scan: layers run in a loop.
         backward_rank: rank of compressed gradients between stages, 0 if they are not compressed.
         forward_rank: rank of compressed activations between stages, or 0.
@@ -85,7 +85,7 @@ class Shape:
     micro_batches: PerCandidate
     schedule: PerCandidate
     save: PerCandidate
-    zero1: PerCandidate
+    shard: PerCandidate
     scan: PerCandidate
     backward_rank: PerCandidate = 0
     forward_rank: PerCandidate = 0
@@ -111,6 +111,11 @@ class Shape:
     def parts(self) -> PerCandidate:
         """Parts of the sequence in what is sharded over tensor between the split matrices."""
         return np.where(np.asarray(self.sequence_parallel) == 1, self.tensor, 1)
+
+    @property
+    def zero1(self) -> PerCandidate:
+        """1 if states are sharded over data, else 0."""
+        return np.minimum(np.asarray(self.shard), 1)
 
     @property
     def tokens(self) -> PerCandidate:
@@ -163,7 +168,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         micro_batches=config.micro_batches,
         schedule=code(pipeline.schedule_key),
         save=SAVE_MODES.index(pipeline.save),
-        zero1=int(mesh.zero1),
+        shard=SHARDS.index(mesh.shard),
         scan=int(pipeline.scans(counts)),
         backward_rank=max(ranks, default=0),
         forward_rank=compress.forward.rank if compress.forward.chosen != "none" else 0,
@@ -427,10 +432,14 @@ def _backward(shape: Shape) -> PerCandidate:
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)
-    rows = [p for p in table(model) if p.role == "kernel"]
-    sizes = (functools.reduce(np.multiply, p.shape(model, shape.mesh)) * len(stack(model, p)) for p in rows)
-    kernels = sum(sizes) / model.layers
-    return again + layer + waits * c * kernels * shape.slots
+    return again + layer + waits * c * _kernels(shape) * shape.slots
+
+
+def _kernels(shape: Shape) -> PerCandidate:
+    """Return the numbers in the kernels of a layer on a device, in the mean of the layers."""
+    rows = [p for p in table(shape.model) if p.role == "kernel"]
+    sizes = (functools.reduce(np.multiply, p.shape(shape.model, shape.mesh)) * len(stack(shape.model, p)) for p in rows)
+    return sum(sizes) / shape.model.layers
 
 
 def analytic(shape: Shape) -> Memory:
@@ -439,6 +448,11 @@ def analytic(shape: Shape) -> Memory:
     Its sum is comparable to OracleMemory.total: arguments and temporaries at once.
     """
     whole, sharded, cast = parameters(shape)
+    shard = np.asarray(shape.shard)
+    # Two layers' weights are whole at a time, the next one's beside a layer's own, and one layer's gradients.
+    gathers, scatters = shard == SHARDS.index("weights"), shard >= SHARDS.index("gradients")
+    cast_held = np.where(gathers, cast * sharded / whole + 2 * _kernels(shape), cast)
+    sums = np.where(scatters, sharded + _kernels(shape), whole)
     # One micro-batch on one stage is the whole sum: XLA leaves the accumulators out.
     adds = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) > 1)
     layer = kept(shape)
@@ -449,9 +463,9 @@ def analytic(shape: Shape) -> Memory:
     modes = [shape.save == SAVE_MODES.index(name) for name in layer]
     of_stage = np.select(modes, [shape.slots * x for x in layer.values()], _message(shape))
     return Memory(
-        weights=_ACCUMULATOR * (sharded + whole - cast) + shape.compute * cast,
+        weights=_ACCUMULATOR * (sharded + whole - cast) + shape.compute * cast_held,
         optimizer=(2 + shape.copies) * _ACCUMULATOR * sharded,
-        gradients=_ACCUMULATOR * whole * adds,
+        gradients=_ACCUMULATOR * sums * adds,
         activations=ring_slots(shape) * of_stage,
         messages=_messages(shape) + 2 * _ACCUMULATOR * _in_flight(shape),  # a difference, and the mean of all
         workspace=np.maximum(_head(shape), _backward(shape)),

@@ -50,7 +50,7 @@ _COMMON: tuple[tuple[Callable[[Candidate], object], float], ...] = (
     (lambda c: (c.layer_sizes, c.micro_batch, c.sequence_parallel), 0.03),
     (lambda c: tuple(c.sizes.values()), 0.02),
     (lambda c: (c.schedule, c.chunks), 0.015),
-    (lambda c: (c.save, c.zero1, c.backward, c.data_rank), 0.012),
+    (lambda c: (c.save, c.shard, c.backward, c.data_rank), 0.012),
     (lambda c: (c.counts, c.data_micro_batches), 0.01),
 )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxtrain.config import SAVE_MODES, SPLIT_SAVES, OuterConfig
+from paxtrain.config import SAVE_MODES, SHARDS, SPLIT_SAVES, OuterConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.errors import UserError
 from paxtrain.knobs import check, knob
@@ -20,7 +20,6 @@ KINDS = ("epilogue", "all", "data")
 AUTO, AUTOMATIC = "auto", ("epilogue", "data")  # the kinds that "auto" stands for
 SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
 UNEVEN_DATA = SEQUENCE
-ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
 GROUPS = ("configured", "sites")
 ORACLE = ("auto", "yes", "no")
 # What other trainers run: schedules, and the save modes that keep all of a layer or run it again as a whole.
@@ -51,7 +50,7 @@ class PlanOptions:
         others: sizes of other axes to try, by name; each has a flag of its name.
         micro_batch: sequences per micro-batch to try; likewise.
         virtual_stages: chunks per stage to try with interleaved schedules.
-        zero1: whether the optimizer's state is split over data: "no", "yes", or "both" to try both.
+        shard: what is split over data, values of mesh.shard to try.
         sequence_parallel: whether the sequence is split if tensor is above 1: "no", "yes", or "both" to try both.
         schedules: schedules to try, or CSV files of schedules.
         saves: save modes to try, which say what a forward keeps for its backward.
@@ -87,7 +86,7 @@ class PlanOptions:
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
     micro_batch: tuple[int, ...] = knob(())
     virtual_stages: tuple[int, ...] = knob((2, 4))
-    zero1: str = knob("both", among=tuple(ZERO1))
+    shard: tuple[str, ...] = knob(("optimizer", "none", "gradients", "weights"), among=SHARDS)
     sequence_parallel: str = knob("both", among=tuple(SEQUENCE))
     schedules: tuple[str, ...] = knob(TRIED, among=names())
     saves: tuple[str, ...] = knob(SAVE_MODES, among=SAVE_MODES)
@@ -211,7 +210,7 @@ class PlanOptions:
             uneven_data = (False,)
         return Choices(
             **chosen,
-            zero1=ZERO1[self.zero1],
+            shards=self.shard,
             sequence_parallel=SEQUENCE[self.sequence_parallel],
             reduce_dtype=reduce_dtype,
             scan_layers=scan_layers,

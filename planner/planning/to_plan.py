@@ -115,8 +115,7 @@ def sections(
 def _mesh(c: Candidate) -> MeshConfig:
     """Return the section mesh of a candidate."""
     sizes: dict[str, Any] = c.sizes
-    shard = MeshConfig.of_zero1(c.zero1)
-    return MeshConfig(**sizes, shard=shard, sequence_parallel=c.sequence_parallel, reduce_dtype=c.reduce_dtype)
+    return MeshConfig(**sizes, shard=c.shard, sequence_parallel=c.sequence_parallel, reduce_dtype=c.reduce_dtype)
 
 
 def groups(candidate: Candidate) -> PlannedGroups | None:

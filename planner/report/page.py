@@ -13,6 +13,7 @@ from planner.report.contents import Report, gap
 from planner.report.svg import duration
 from planner.report.text import (
     HEADS,
+    STATES,
     WORDS,
     assumed_words,
     compression_words,
@@ -150,7 +151,7 @@ def _head(report: Report) -> str:
     drawn = "".join(
         f'<div class="tile"><b>{figure}</b><span>{html.escape(w)}</span></div>' for figure, w in tiles if figure
     )
-    how = "ZeRO-1" if c.zero1 else "replicated optimizer state"
+    how = STATES[c.shard]
     how += ", sequence parallel" if c.sequence_parallel else ""
     words = (
         f"{mesh(c)} ({' x '.join(MAIN)}), {how}; {micro_batches(c)} micro-batches of size {c.micro_batch}, "

@@ -159,7 +159,7 @@ HEADS = (
     "micro",
     "schedule",
     "save",
-    "zero1",
+    "shard",
     "layers",
     "compress",
     "step s",
@@ -168,6 +168,7 @@ HEADS = (
     "gap %",
     "placed",
 )
+STATES = {"none": "replicated optimizer state", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "weights": "ZeRO-3"}
 WORDS = (1, 3, 4, 6, 7, 12)  # columns of words, which are left-aligned
 
 
@@ -183,7 +184,7 @@ def table(report: Report) -> list[list[str]]:
                 f"{c.micro_batch}{' uneven' if c.data_micro_batches else ''}",
                 schedule(c),
                 c.save,
-                "yes" if c.zero1 else "no",
+                c.shard,
                 stage_layers(c.counts, 12),
                 compression(c),
                 step(report, found),

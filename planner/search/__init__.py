@@ -1,7 +1,8 @@
 """The search: candidates, lower bounds that prune them, memory limits, and the ranking of what is left.
 
 search.py                    bound, simulate, rank, place
-space.py budget.py           all candidates; those that fit into memory
+space.py enumeration.py      candidates as columns; all that the trainer accepts
+budget.py                    those that fit into memory
 pruning.py                   lower bounds in closed form
 trials.py pool.py            candidates on known placements; the placements of each mesh
 splitting.py                 layers per stage

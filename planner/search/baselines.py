@@ -10,8 +10,8 @@ from planner.cost import closed_forms
 from planner.cost.candidate import Candidate
 from planner.cost.sizes import MASTER
 from planner.cost.step_time import Problem
-from planner.placement.rules import amp_rule, pipette_rule
 from planner.pipeline import layers
+from planner.placement.rules import amp_rule, pipette_rule
 from planner.search import pruning
 from planner.search.search import Search
 from planner.search.trials import Found

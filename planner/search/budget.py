@@ -68,7 +68,7 @@ class Budget:
             micro_batches=space.micro_batches,
             schedule=space.schedule,
             save=space.save,
-            zero1=space.zero1.astype(int),
+            shard=space.shard,
             sequence_parallel=space.sequence_parallel.astype(int),
             scan=scans(self.scan_layers, common, space.pipe * space.chunks) * 1,
             backward_rank=space.backward_rank,

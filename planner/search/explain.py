@@ -16,17 +16,9 @@ from paxtrain.tables import times
 from planner.cost import compute
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import Coded
+from planner.search.enumeration import listed, message_shape, sharding_problem
 from planner.search.search import Found, Search
-from planner.search.space import (
-    COLUMNS,
-    Choices,
-    Column,
-    Space,
-    listed,
-    message_shape,
-    numbers_of,
-    sharding_problem,
-)
+from planner.search.space import COLUMNS, Choices, Column, Space, numbers_of
 
 _FREE = tuple(name for name in COLUMNS if name not in (*AXES, "micro_batch", "micro_batches"))  # not changed by factors
 
@@ -201,9 +193,14 @@ def require_compression(space: Space, model: ModelConfig, choices: Choices) -> N
     several = space.take(np.flatnonzero(space.together > 1))
     if choices.data_ranks and len(several) and not several.data_rank.any():
         raise UserError(_why_no_gradients(several, model, choices))
-    if choices.coded.weights is not None and any(choices.zero1) and len(several) and not several.zero1.any():
+    if (
+        choices.coded.weights is not None
+        and any(one != "none" for one in choices.shards)
+        and len(several)
+        and not several.zero1.any()
+    ):
         sizes, where = several.layer_sizes
-        raise UserError(sharding_problem(choices, model, int(several.data[0]), sizes[where[0]], True))
+        raise UserError(sharding_problem(choices, model, int(several.data[0]), sizes[where[0]], "optimizer"))
 
 
 def _why_no_messages(space: Space, model: ModelConfig, choices: Choices) -> str:

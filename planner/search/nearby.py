@@ -132,7 +132,7 @@ def _like(search: Search, ranked: list[Found], cluster: Cluster, global_batch: i
         search.choices,
         schedules=tuple(dict.fromkeys(parts(c.schedule)[0] for c in some)),
         virtual_stages=tuple({c.chunks for c in some} - {1}) or search.choices.virtual_stages,
-        zero1=tuple(dict.fromkeys(c.zero1 for c in some)),
+        shards=tuple(dict.fromkeys(c.shard for c in some)),
         backward=tuple(dict.fromkeys(c.backward for c in some)),
         data_ranks=tuple({c.data_rank for c in some} - {0}),
     )

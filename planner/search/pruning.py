@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
+from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SHARDS, ModelConfig
 from paxtrain.schedule.schedules import ScheduleSpec, each
 from planner.cluster.cluster import Cluster, between
 from planner.cost import compute as costs
@@ -329,8 +329,10 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     gather = np.where(space.zero1, latency + held * item(model) * share, 0.0)
     if facts.coded.weights is not None:
         gather = np.zeros_like(gather)
-    over = np.where(d > 1, reduce + gather, 0.0)
-    edge = np.where(d > 1, reduced(table), 0.0)
+    # With each micro-batch, under nothing or all of its compute, if sums are in shards.
+    once, weights = space.shard < SHARDS.index("gradients"), space.shard < SHARDS.index("weights")
+    over = np.where(d > 1, reduce * once + gather * weights, 0.0)
+    edge = np.where((d > 1) & once, reduced(table), 0.0)
     tied = model.tied_head & ~_meets(space)
     if facts.coded.embedding is not None:
         return over, np.zeros_like(edge)  # of another codec nothing is known here

@@ -22,12 +22,13 @@ from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import fabric
-from planner.placement.spared import spared
 from planner.pipeline import layers
+from planner.placement.spared import spared
 from planner.search import pruning
 from planner.search.budget import Budget
+from planner.search.enumeration import enumerate_candidates
 from planner.search.refine import Refinement
-from planner.search.space import Choices, Space, candidate_of, enumerate_candidates
+from planner.search.space import Choices, Space, candidate_of
 from planner.search.trials import Found, Trials
 
 Array = np.ndarray

@@ -61,14 +61,14 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
 
 
 def test_the_whole_ranking_as_json(cluster_file, tmp_path):
-    flags = ("--json", "--top=4", "--placed=1", "--data=2,4", "--zero1=no", "--compress=none")
+    flags = ("--json", "--top=4", "--placed=1", "--data=2,4", "--shard=none", "--compress=none")
     run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={tmp_path / 'plan'}", *flags)
     assert run.returncode == 0, run.stderr
     assert re.fullmatch(r"searching [\d,]+ candidates for 8 devices on 2 host\(s\) \.\.\.\n", run.stderr)
     found = json.loads(run.stdout)
     assert len(found["ranked"]) == 4 and found["chosen"] == 0
     for row in found["ranked"]:
-        assert row["data"] in (2, 4) and not row["zero1"]
+        assert row["data"] in (2, 4) and row["shard"] == "none"
         assert row["tokens_per_second"] == pytest.approx(32 * 1024 / row["step_seconds"])
         assert (
             found["bound_seconds"] <= row["placement_bound_seconds"] * (1 + 1e-9) and len(row["hosts"]) == row["data"]
@@ -102,7 +102,7 @@ REMAINDER = {
     "backward": [],
     "forward": ["--pipe=2"],
     "data": [],
-    "weights": ["--zero1=yes", "--data=2"],
+    "weights": ["--shard=optimizer", "--data=2"],
     "outer": ["--model.outer.every=50"],
 }
 

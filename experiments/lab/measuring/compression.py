@@ -92,7 +92,7 @@ def _share(cluster: Cluster, model: ModelConfig, candidate: Candidate) -> float:
 def paper_setting() -> tuple[Cluster, ModelConfig, Candidate]:
     """Return the setting of Optimus-CC: 8.3B parameters on 128 A100s."""
     model = ModelConfig(**gpt_8b.get_config().model.to_dict())
-    candidate = Candidate(4, 4, 8, 8, 16, "1f1b", (model.layers // 4,) * 4, save="layer_inputs", zero1=False)
+    candidate = Candidate(4, 4, 8, 8, 16, "1f1b", (model.layers // 4,) * 4, save="layer_inputs", shard="none")
     return Cluster.load(scenarios.ROOT / "configs/clusters/a100_16x8_measured.json"), model, candidate
 
 

@@ -55,7 +55,7 @@ def _split(base: Split, candidate: Candidate, compressed: np.ndarray) -> Split:
         schedule=c.schedule,
         chunks=c.chunks,
         micro_batch=c.micro_batch,
-        zero1=c.zero1,
+        shard=c.shard,
         compress=() if dense else tuple(compress.items()),
     )
 
@@ -67,7 +67,7 @@ def search(base: Split, cluster: Cluster, seed: int) -> tuple[Split, np.ndarray,
         tensor=(base.mesh[2],),
         micro_batch=(base.micro_batch,),
         saves=(models.SAVE,),
-        zero1=(True,),
+        shards=("optimizer",),
         backward=BACKWARD[1:],
         backward_ranks=(RANK,),
         data_ranks=(RANK,),

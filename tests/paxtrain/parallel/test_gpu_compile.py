@@ -409,7 +409,7 @@ def long(sequence: int, context: int, form: str = "ring") -> Config:
 
 
 def under_products(text: str, kind: str) -> float:
-    """Return the share of a collective's bytes that travel with matrix products or attention before they are awaited."""
+    """Return the share of a collective's bytes that travel under matrix products or attention."""
     ops = hlo.overlap(text, kind=kind)
     return sum(op.bytes * op.executions for op in ops if op.matmuls) / sum(op.bytes * op.executions for op in ops)
 

@@ -24,7 +24,7 @@ from tests.planner.examples import MODEL, cluster, placements, reordered
 CANDIDATES = [
     Candidate(2, 4, 2, 2, 6, "eager_1f1b", (3, 3, 3, 3)),
     Candidate(2, 4, 2, 2, 6, "1f1b", (3, 3, 4, 2), backward="epilogue", data_rank=32),
-    Candidate(4, 2, 2, 1, 4, "interleaved_1f1b", (3, 3, 3, 3), chunks=2, zero1=False),
+    Candidate(4, 2, 2, 1, 4, "interleaved_1f1b", (3, 3, 3, 3), chunks=2, shard="none"),
     Candidate(16, 1, 1, 1, 2, "eager_1f1b", (12,), save="residuals"),
     Candidate(1, 4, 4, 4, 3, "gpipe", (3, 3, 3, 3), backward="all", save="inputs"),
     Candidate(2, 4, 2, 2, 6, "1f1b", (3, 3, 3, 3), backward="epilogue", sequence_parallel=True),
@@ -191,21 +191,21 @@ def test_over_gloo_stages_between_take_part_in_the_embeddings_collectives(overla
     np.testing.assert_allclose(step.gather[0, 1:3], gather, rtol=1e-9)
 
 
-@pytest.mark.parametrize("zero1", [True, False])
-def test_the_embeddings_codec_sends_its_bytes_and_takes_passes(zero1):
+@pytest.mark.parametrize("shard", ["optimizer", "none"])
+def test_the_embeddings_codec_sends_its_bytes_and_takes_passes(shard):
     """On links without latency, between two stages of two data ranks on hosts of their own."""
     some, codecs = cluster(4, 1, seed=None), coded(compression(embedding_codec="int8"))
     some = dataclasses.replace(some, alpha=np.zeros_like(some.alpha))
-    dense = Candidate(2, 2, 1, 1, 4, "eager_1f1b", (6, 6), zero1=zero1)
+    dense = Candidate(2, 2, 1, 1, 4, "eager_1f1b", (6, 6), shard=shard)
     hosts, found = np.arange(4).reshape(1, 2, 2), []
     for c in (dense, dataclasses.replace(dense, coded=codecs)):
         problem = Problem(some, MODEL, c)
         found.append(problem.step(link_seconds.fabric(some), hosts).reduce[0])
-    shares = 2 if zero1 else 3  # of half a table: to the other rank, to the other stage, to all ranks
+    shares = 2 if shard == "optimizer" else 3  # of half a table: to the other rank, to the other stage, to all ranks
     sent = [shares / 2 * TABLE * size / 25e9 for size in (4, 1 + 2 / 64)]
     encode, decode = 5.5, 1.5  # passes, as docs/codecs.md has them for int8
     over, between = encode + decode + 1, (encode + 2 * decode + 1) / 2
-    gathered = 0 if zero1 else encode / 2 + decode
+    gathered = 0 if shard == "optimizer" else encode / 2 + decode
     passes = (over + between + gathered) * 4 * TABLE / (0.8 * 2.03904e12)  # at 80% of an A100's bandwidth
     launches = 2 * 3 * shares * 5e-6
     np.testing.assert_allclose(found[1] - found[0], sent[1] - sent[0] + passes + launches, rtol=1e-6)

@@ -32,7 +32,7 @@ from tests.planner.examples import MODEL, cluster, placements
 CANDIDATES = [
     Candidate(2, 4, 2, 2, 6, "eager_1f1b", (3, 3, 3, 3)),
     Candidate(2, 4, 2, 2, 40, "1f1b", (3, 3, 4, 2), backward="epilogue", data_rank=32),
-    Candidate(4, 2, 2, 1, 4, "interleaved_1f1b", (3, 3, 3, 3), chunks=2, zero1=False),
+    Candidate(4, 2, 2, 1, 4, "interleaved_1f1b", (3, 3, 3, 3), chunks=2, shard="none"),
     Candidate(1, 4, 4, 4, 3, "zb_h1", (3, 3, 3, 3), save="dots"),
     Candidate(2, 4, 2, 2, 8, "zb_v", (2, 1, 1, 2, 1, 2, 1, 2), chunks=2),
     Candidate(16, 1, 1, 1, 2, "eager_1f1b", (12,), save="residuals"),

@@ -209,7 +209,7 @@ def test_many_candidates_at_once_are_the_same_as_one_by_one():
         micro_batches=rng.integers(1, 33, n),
         schedule=rng.choice([code(name) for name in names() if not SPECS[name].interleaves], n),
         save=rng.integers(0, len(SAVE_MODES), n),
-        zero1=rng.integers(0, 2, n),
+        shard=rng.integers(0, 4, n),
         scan=0,
         data_rank=rng.choice([0, 8], n),
     )

@@ -43,7 +43,7 @@ def problems(draw):
         seed=draw(st.integers(0, 99)),
         nics=draw(st.sampled_from([1, 2, 8])),
         device=draw(st.lists(st.sampled_from(["a100-80gb", "v100"]), min_size=hosts, max_size=hosts)),
-        zero1=draw(st.booleans()),
+        shard=draw(st.sampled_from(("none", "optimizer"))),
         sequence_parallel=tensor > 1 and draw(st.booleans()),
         backward=draw(st.sampled_from(["none", "epilogue", "all"])) if pipe > 1 else "none",
         data_rank=draw(st.sampled_from([0, 8])) if data > 1 else 0,

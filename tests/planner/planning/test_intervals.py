@@ -48,7 +48,7 @@ def alone(some: Cluster, plan: Found, setting: dict[str, float]) -> float:
 @pytest.mark.parametrize("trainer", ["paxtrain", "nanotron", "maxtext"])
 def test_many_settings_at_once_are_what_each_is_alone(trainer):
     some = priced(cluster(4, 4, nics=2), trainer)
-    plans = [found(2), found(4, 2, sequence_parallel=True), found(1, zero1=False)]
+    plans = [found(2), found(4, 2, sequence_parallel=True), found(1, shard="none")]
     settings = [{}, *({name: factor} for name in deviations(some) for factor in (0.8, 1.3))]
     seconds = PlanSettings(some, MODEL, 0.5, settings).seconds(
         [PricedPlan(p.candidate, p.placement.hosts) for p in plans]
@@ -103,7 +103,7 @@ def test_which_plan_is_quicker_is_surer_than_how_quick_each_is(drawn, monkeypatc
 
 
 def test_plans_that_are_alike_have_most_of_their_error_in_common():
-    beliefs = believe(search_on(cluster(4, 4)), [found(2), found(2, zero1=False), found(4, 2)])
+    beliefs = believe(search_on(cluster(4, 4)), [found(2), found(2, shard="none"), found(4, 2)])
     even = dataclasses.replace(beliefs, plain=np.array([1.0, 1.03, 1.03]), drawn=np.array([[1.0, 1.03, 1.03]]))
     assert even.quicker(0, 1) > 0.95 > even.quicker(0, 2) > 0.5
 

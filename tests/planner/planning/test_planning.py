@@ -179,7 +179,7 @@ def test_a_codec_that_the_configuration_names_is_asked_for(config):
 def test_gathered_weights_that_are_compressed_are_told_beside_the_offers():
     """Weights are compressed as the configuration says; what else could be is offered as without."""
     values = {f"model.{name}": value for name, value in SMALL.items()} | {"compress.weights.codec": "int4"}
-    options = dataclasses.replace(SLOW, pipe=(2,), tensor=(1,), data=(4,), zero1="yes")
+    options = dataclasses.replace(SLOW, pipe=(2,), tensor=(1,), data=(4,), shard=("optimizer",))
     found = planner.plan(paxtrain.load_config("tiny", values), slow_cluster(), options)
     own, *offered = text.lossy_words(found.report)
     assert found.plan.compress.weights.codec == "int4"
@@ -221,7 +221,7 @@ def test_options_that_make_no_sense_are_one_sentence(changes, words):
 # --- Data ranks of different speed ------------------------------------------------------------------------------------
 
 HALVES = dataclasses.replace(
-    OPTIONS, nearby=False, saves=("residuals",), zero1="yes", schedules=("1f1b",), virtual_stages=()
+    OPTIONS, nearby=False, saves=("residuals",), shard=("optimizer",), schedules=("1f1b",), virtual_stages=()
 )
 
 

@@ -118,7 +118,7 @@ def by_hand(*ranked: Found, chosen: int = 0, some: Cluster | None = None, **chan
 PLANS = [
     plan(0.5),
     plan(0.496, 20, "annealed", backward="epilogue"),
-    plan(0.6, 79.9, "layout", tensor=4, pipe=1, counts=(12,), zero1=False, sequence_parallel=True, save="residuals"),
+    plan(0.6, 79.9, "layout", tensor=4, pipe=1, counts=(12,), shard="none", sequence_parallel=True, save="residuals"),
     plan(0.8, 8.25, "host order", pipe=4, data=2, schedule="interleaved_1f1b", chunks=2, counts=(1, 2) * 4),
     plan(1.25, data_micro_batches=(20, 20, 12, 12), uneven_data=True, micro_batches=20),
     plan(40.0, backward="all", backward_links=(1, 2), pipe=4, data=2, counts=(3,) * 4, data_rank=128),

@@ -142,7 +142,7 @@ APART = dataclasses.replace(planned(outer_codec="int8"), outer=OuterConfig(every
     "candidate",
     [
         dataclasses.replace(TABLE, data=1, pipe=1, counts=(sum(TABLE.counts),)),
-        dataclasses.replace(GATHERED, zero1=False),
+        dataclasses.replace(GATHERED, shard="none"),
         dataclasses.replace(GATHERED, data=1),
         dataclasses.replace(APART, outer=OuterConfig()),
     ],

@@ -68,7 +68,7 @@ def test_the_widest_table_fits(made):
         chunks=4,
         counts=tuple(range(1, 129)),
         save="layer_inputs",
-        zero1=False,
+        shard="none",
         backward="epilogue",
         backward_rank=128,
         data_rank=128,

@@ -77,8 +77,8 @@ def test_every_flow_is_counted_where_it_goes(schedule, pipe):
     report = spread_report(schedule, pipe)
     sites = dataclasses.replace(report.cluster, sites=(0, 1, 1, 0))
     found = report.chosen
-    for zero1 in (True, False):
-        chosen = dataclasses.replace(found, candidate=dataclasses.replace(found.candidate, zero1=zero1))
+    for shard in ("optimizer", "none"):
+        chosen = dataclasses.replace(found, candidate=dataclasses.replace(found.candidate, shard=shard))
         report = dataclasses.replace(report, cluster=sites, chosen=chosen)
         levels = sum(traffic.traffic(report).values())
         assert levels == pytest.approx(counted(report)) and levels.sum() > 0

@@ -93,7 +93,7 @@ def instance(seed: int) -> Instance:
         micro_batch=tuple(sorted(rng.choice(sizes, min(3, len(sizes)), replace=False).tolist())),
         schedules=(("1f1b",), ("eager_1f1b",), ("eager_1f1b", "gpipe"), ("gpipe",))[rng.integers(4)],
         saves=(("dots",), ("residuals",), ("layer_inputs",))[rng.integers(3)],
-        zero1=((True,), (False,), (True, False))[rng.integers(3)],
+        shards=(("optimizer",), ("none",), ("optimizer", "none"))[rng.integers(3)],
         backward=(),
         data_ranks=(),
     )
@@ -121,8 +121,8 @@ def candidates(some: Instance) -> Iterator[Candidate]:
         if outer.every and (data == 1 or data % choices.apart(data)):
             continue
         together = data // choices.apart(data)
-        for size, save, zero1 in itertools.product(choices.micro_batch, choices.saves, choices.zero1):
-            if some.batch % (data * size) or (together == 1 and zero1 != choices.zero1[0]):
+        for size, save, shard in itertools.product(choices.micro_batch, choices.saves, choices.shards):
+            if some.batch % (data * size) or (together == 1 and shard != choices.shards[0]):
                 continue
             names = list(choices.schedules if pipe > 1 else choices.schedules[:1])
             names += [f"1f1b:{most}" for most in range(pipe + 1, 2 * pipe - 1) if "1f1b" in names]
@@ -130,7 +130,7 @@ def candidates(some: Instance) -> Iterator[Candidate]:
                 for cuts in itertools.combinations(range(1, some.model.layers), pipe - 1):
                     counts = tuple(np.diff([0, *cuts, some.model.layers]).tolist())
                     count = some.batch // data // size
-                    how = {"save": save, "zero1": zero1, "outer": outer}
+                    how = {"save": save, "shard": shard, "outer": outer}
                     yield Candidate(data, pipe, 1, size, count, name, counts, **how)
 
 

@@ -46,7 +46,7 @@ def test_no_plan_is_better_in_two_hundred(seed):
 def test_two_hundred_have_every_two_settings_of_an_instance_together():
     """More instances of the same settings differ in numbers alone."""
     some = [brute_force.instance(seed) for seed in range(MANY)]
-    settings = [(x.name.split()[1], len(x.cluster.hosts), x.choices.schedules, x.choices.zero1) for x in some]
+    settings = [(x.name.split()[1], len(x.cluster.hosts), x.choices.schedules, x.choices.shards) for x in some]
     each = [set(values) for values in zip(*settings)]
     assert [len(values) for values in each] == [5, 3, 4, 3]
     for i, j in itertools.combinations(range(len(each)), 2):
@@ -67,7 +67,7 @@ def narrowed(some: brute_force.Instance, rng: np.random.Generator) -> dict[str, 
     sizes = [p for p in range(1, hosts + 1) if hosts % p == 0 and p <= some.model.layers]
     pipes = rng.choice(sizes, int(rng.integers(1, len(sizes) + 1)), replace=False)
     found: dict[str, tuple] = {"pipe": tuple(sorted(pipes.tolist()))} if rng.random() < 0.8 else {}
-    for name in ("schedules", "zero1", "saves", "micro_batch"):
+    for name in ("schedules", "shards", "saves", "micro_batch"):
         values = getattr(some.choices, name)
         if len(values) > 1 and rng.random() < 0.5:
             found[name] = (values[rng.integers(len(values))],)
@@ -77,7 +77,7 @@ def narrowed(some: brute_force.Instance, rng: np.random.Generator) -> dict[str, 
 def better_by_narrowing(seed: int) -> float:
     """Return by which share a search with fewer choices finds a quicker plan than the whole search, or 0."""
     some = brute_force.instance(seed)
-    choices = dataclasses.replace(some.choices, schedules=("1f1b", "eager_1f1b", "gpipe"), zero1=(True, False))
+    choices = dataclasses.replace(some.choices, schedules=("1f1b", "eager_1f1b", "gpipe"), shards=("optimizer", "none"))
     some = dataclasses.replace(some, choices=choices)
     fewer = narrowed(some, np.random.default_rng([7, seed]))
     if "micro_batch" in fewer and some.batch // len(some.cluster.hosts) % fewer["micro_batch"][0]:

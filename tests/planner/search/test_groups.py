@@ -53,7 +53,7 @@ def search(some, chosen: OuterConfig, **changes) -> Search:
 def configured(c: Candidate, chosen: OuterConfig):
     """Return the trainer's configuration of a plan."""
     values = to_dict(paxtrain.load_config("tiny", TINY))
-    values["mesh"] |= {"data": c.data, "pipe": c.pipe, "tensor": 1, "zero1": c.zero1}
+    values["mesh"] |= {"data": c.data, "pipe": c.pipe, "tensor": 1, "shard": c.shard}
     values["batch"] |= {"micro_batch": c.micro_batch}
     schedule, in_flight = paxtrain.schedule.schedules.parts(c.schedule)
     layers = ",".join(map(str, c.counts))
@@ -69,11 +69,11 @@ def every_plan(chosen: OuterConfig):
             continue
         names = [*SCHEDULES, "1f1b:3"] if pipe > 1 else SCHEDULES[:1]
         splits = [(4,)] if pipe == 1 else [(1, 3), (2, 2), (3, 1)]
-        zero1 = (True, False) if data > (chosen.groups or data) else (True,)
-        for size, name, counts, zero in itertools.product(MICRO, names, splits, zero1):
+        shards = ("optimizer", "none") if data > (chosen.groups or data) else ("optimizer",)
+        for size, name, counts, shard in itertools.product(MICRO, names, splits, shards):
             if name.endswith(":3") and pipe == 2:
                 continue  # two stages have no schedule between 1f1b and eager_1f1b
-            yield configured(Candidate(data, pipe, 1, size, 0, name, counts, zero1=zero), chosen)
+            yield configured(Candidate(data, pipe, 1, size, 0, name, counts, shard=shard), chosen)
 
 
 def best(some, chosen: OuterConfig):
@@ -163,10 +163,10 @@ def test_no_plan_is_better_on_six_hosts(seed, trunks):
 
 def candidates(pipe: int, data: int, count: int):
     counts = tuple(MODEL.layers // pipe + (s < MODEL.layers % pipe) for s in range(pipe))
-    for schedule, zero1, chosen in itertools.product(
-        ("eager_1f1b", "1f1b"), (True, False), (groups(3, count), groups(12, count, fragments=3, overlap=1))
+    for schedule, shard, chosen in itertools.product(
+        ("eager_1f1b", "1f1b"), ("optimizer", "none"), (groups(3, count), groups(12, count, fragments=3, overlap=1))
     ):
-        yield Candidate(data, pipe, 1, 2, 2 * pipe + 1, schedule, counts, zero1=zero1, outer=chosen)
+        yield Candidate(data, pipe, 1, 2, 2 * pipe + 1, schedule, counts, shard=shard, outer=chosen)
 
 
 @pytest.mark.parametrize("device", ["a100-80gb", ["a100-80gb", "v100", "a100-80gb", "v100"]])

@@ -11,7 +11,7 @@ from planner.search.search import Options, Search
 from planner.search.space import Choices
 from tests.planner.examples import MODEL, cluster
 
-CHOICES = Choices(schedules=("eager_1f1b",), saves=("dots",), backward=(), data_ranks=(), zero1=(True,))
+CHOICES = Choices(schedules=("eager_1f1b",), saves=("dots",), backward=(), data_ranks=(), shards=("optimizer",))
 
 
 def search(some, batch: int) -> Search:

@@ -16,10 +16,11 @@ from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
 from planner.fit.recalibrate import priced
-from planner.placement import bounds as placement_bounds
 from planner.pipeline import layers
+from planner.placement import bounds as placement_bounds
 from planner.search import pruning
-from planner.search.space import BACKWARD, TRIED, Choices, enumerate_candidates
+from planner.search.enumeration import enumerate_candidates
+from planner.search.space import BACKWARD, TRIED, Choices
 from tests.planner.examples import MODEL, cluster, placements
 
 SPACE_CHOICES = Choices(

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from paxtrain.config import SAVE_MODES, ModelConfig, from_dict
+from paxtrain.config import SAVE_MODES, SHARDS, ModelConfig, from_dict
 from paxtrain.config.load import nested
 from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
@@ -15,8 +15,9 @@ from paxtrain.schedule.schedules import name_of, names, parts
 from planner.cost.coded import coded
 from planner.cost.sizes import Sizes
 from planner.search.budget import Budget
+from planner.search.enumeration import enumerate_candidates
 from planner.search.explain import require_compression
-from planner.search.space import BACKWARD, Choices, candidate_of, divisors, enumerate_candidates
+from planner.search.space import BACKWARD, Choices, candidate_of, divisors
 from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
 
@@ -24,7 +25,7 @@ from tests.planner.examples import MODEL, cluster
 def test_all_candidates_and_no_others():
     """The reference is the trainer's check of every combination of sizes."""
     some = cluster(3, 2)
-    plain = Choices(saves=("dots",), zero1=(True,), backward=(), data_ranks=(), schedules=("eager_1f1b",))
+    plain = Choices(saves=("dots",), shards=("optimizer",), backward=(), data_ranks=(), schedules=("eager_1f1b",))
     space = enumerate_candidates(some, MODEL, 12, plain)
     found = set(zip(*(getattr(space, name).tolist() for name in ("data", "pipe", "tensor", "micro_batch"))))
     expected = set()
@@ -53,7 +54,8 @@ def test_every_candidate_is_a_configuration():
                 "model": dataclasses.asdict(MODEL),
                 "mesh": {
                     **{axis: row[axis] for axis in ("data", "pipe", "tensor")},
-                    **{name: bool(row[name]) for name in ("zero1", "sequence_parallel")},
+                    "sequence_parallel": bool(row["sequence_parallel"]),
+                    "shard": SHARDS[row["shard"]],
                 },
                 "pipeline": {
                     "schedule": parts(name_of(row["schedule"]))[0],

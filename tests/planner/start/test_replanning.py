@@ -19,7 +19,7 @@ from tests.planner.examples import cluster, values
 
 HOST = Culprit("host/b", "host b is slow", 3.0, host="b")
 LINK = Culprit("link/a-to-b", "a link is slow", 8.0, link=("a", "b"))
-SEARCH = ["--top=2", "--placed=1", "--zero1=no", "--schedules=1f1b", "--saves=dots", "--micro_batch=1", "--nouneven"]
+SEARCH = ["--top=2", "--placed=1", "--shard=none", "--schedules=1f1b", "--saves=dots", "--micro_batch=1", "--nouneven"]
 SEARCH += ["--tensor=1", "--nomemory_margin", "--sequence_parallel=no"]
 
 
