@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from paxtrain.config import SAVE_MODES, SHARDS, ModelConfig, from_dict
+from paxtrain.config.checks import divisors
 from paxtrain.config.load import nested
 from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
@@ -17,7 +18,7 @@ from planner.cost.sizes import Sizes
 from planner.search.budget import Budget
 from planner.search.enumeration import enumerate_candidates
 from planner.search.explain import require_compression
-from planner.search.space import BACKWARD, Choices, candidate_of, divisors
+from planner.search.space import BACKWARD, Choices, candidate_of
 from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
 
