@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from paxtrain.config import Config, MeshConfig, from_dict, to_dict
-from paxtrain.config.axes import AXES
+from paxtrain.config.axes import MAIN
 from paxtrain.config.load import nested
 from planner.cost.candidate import Candidate
 from planner.cost.coded import coded
@@ -54,7 +54,7 @@ class Split:
 
     def values(self, data: str = "runs/data", **run: Any) -> dict[str, Any]:
         """Return the configuration as nested values."""
-        mesh = dict(zip(AXES, self.mesh)) | {"shard": MeshConfig.of_zero1(self.zero1)}
+        mesh = dict(zip(MAIN, self.mesh)) | {"shard": MeshConfig.of_zero1(self.zero1)}
         return {
             "model": MODEL
             | {"layers": self.layers, "sequence": self.sequence, "hidden": self.hidden}

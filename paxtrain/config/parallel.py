@@ -47,7 +47,6 @@ class MeshConfig(Checked):
     Attributes:
         data: replicas of the model, each with a share of the batch.
         pipe: stages, each with a share of the layers.
-        context: devices that share each sequence, for long ones.
         tensor: devices that share the matrices of each layer.
         shard: what is sharded over data: "none" (gradients are all-reduced); "optimizer" (master weights and optimizer
             state; a step gathers the weights and reduce-scatters the gradients once); "gradients" (also the sums of
@@ -55,6 +54,7 @@ class MeshConfig(Checked):
             when it needs them).
         sequence_parallel: whether a tensor group splits the sequence between the split matrices, so that each device
             keeps and sends a part of the activations.
+        context: devices that share each sequence, for long ones.
         context_form: how devices of a context group see each other's tokens (paxtrain/attention/split.py): "ring" and
             "gather" exchange keys and values, "heads" tokens for heads.
         reduce_dtype: dtype in which gradients are summed over data; they are accumulated in float32 either way.
@@ -62,11 +62,11 @@ class MeshConfig(Checked):
 
     data: int = 1
     pipe: int = 1
-    context: int = 1
     tensor: int = 1
     shard: str = "optimizer"
     sequence_parallel: bool = False
     reduce_dtype: str = "float32"
+    context: int = 1
     context_form: str = "ring"
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paxtrain.config import MeshConfig
-from paxtrain.config.axes import AXES, batch_axes
+from paxtrain.config.axes import AXES, batch_axes, shown
 from paxtrain.errors import UserError
 
 T = TypeVar("T")  # a pytree of arrays
@@ -83,9 +83,10 @@ def make_mesh(
     """
     devices = devices or sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if config.devices != len(devices):
+        sizes = " x ".join(f"mesh.{name}={size}" for name, size in shown(config.sizes).items())
         raise UserError(
-            f"{' x '.join(f'mesh.{name}={size}' for name, size in config.sizes.items())} is {config.devices} devices, "
-            f"but there are {len(devices)}; choose sizes whose product is {len(devices)}"
+            f"{sizes} is {config.devices} devices, but there are {len(devices)}; choose sizes whose product is "
+            f"{len(devices)}"
         )
     if order is not None:
         devices = [devices[i] for i in order]

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from paxtrain.config.axes import PIPE, shown
 from paxtrain.profiling.breakdown import OVER_TENSOR, PARTS, Traced
 from paxtrain.profiling.trace import Part, Span
 from paxtrain.run import plots
@@ -47,14 +48,20 @@ def joined(spans: Iterable[Span]) -> Iterator[tuple[float, float]]:
     yield from runs
 
 
+def _place(mesh: Mesh, place: tuple[int, ...]) -> str:
+    """Return a device's place on the mesh in words, "stage 1, data 0, tensor 1", with other axes of several devices."""
+    of = dict(zip(mesh.axis_names, place))
+    words = [f"stage {of[PIPE]}", *(f"{axis} {of[axis]}" for axis in shown(dict(mesh.shape)) if axis != PIPE)]
+    return ", ".join(words)
+
+
 def events(traced: Traced, mesh: Mesh) -> list[dict]:
     """Return the timeline in the trace-event format, with times in microseconds from the first traced step on."""
     zero, places = traced.windows[0][0], {device: place for place, device in np.ndenumerate(mesh.devices)}
     found: list[dict] = []
     order = sorted(zip(traced.devices, traced.spans), key=lambda pair: (places[pair[0]][1], places[pair[0]]))
     for process, (device, spans) in enumerate(order):
-        data, stage, tensor = places[device]
-        name = f"stage {stage}, data {data}, tensor {tensor} (device {device.id})"
+        name = f"{_place(mesh, places[device])} (device {device.id})"
         found.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
         found.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}})
         for track, part in enumerate(PARTS):
@@ -142,8 +149,8 @@ def draw(traced: Traced, mesh: Mesh) -> Figure:
     places = {device: place for place, device in np.ndenumerate(mesh.devices)}
     chosen: dict[int, tuple[tuple[int, ...], list[Span]]] = {}
     for device, spans in zip(traced.devices, traced.spans):
-        data, stage, tensor = places[device]
-        chosen.setdefault(stage, ((data, stage, tensor), spans))
+        place = places[device]
+        chosen.setdefault(place[mesh.axis_names.index(PIPE)], (place, spans))
     begin, end = typical(traced.windows)
     edges = np.linspace(begin, end, _PIECES + 1)
     page = plots.figure(13, 1.8 + 1.0 * len(chosen))
@@ -153,7 +160,7 @@ def draw(traced: Traced, mesh: Mesh) -> Figure:
         for link in (False, True):
             seen |= _lane(axes, spans, edges, lane + _TALL + (_TALL + 0.04) * link, link)
         axes.axhline(lane + 2 * _TALL + 0.04, color="#c9ced2", linewidth=0.8)
-    lanes = [f"stage {stage}\n(data {data}, tensor {tensor})" for (data, stage, tensor), _ in chosen.values()]
+    lanes = [_place(mesh, place).replace(", ", "\n", 1) for place, _ in chosen.values()]
     axes.set_yticks([lane + _TALL for lane in range(len(lanes))], lanes)
     axes.invert_yaxis()
     plots.style(axes)

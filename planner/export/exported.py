@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import AXES, in_words
+from paxtrain.config.axes import MAIN, in_words
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 
@@ -88,7 +88,7 @@ class MeshRanks:
             f"{rank},{self.names[host]},{device},{','.join(map(str, position))}"
             for rank, (host, device, position) in enumerate(zip(self.host, self.device, self.positions.tolist()))
         ]
-        table = "\n".join([",".join(("rank", "host", "device", *AXES)), *rows]) + "\n"
+        table = "\n".join([",".join(("rank", "host", "device", *MAIN)), *rows]) + "\n"
         if self.follow:
             hosts = [f"{self.names[host]} slots={self.per_host}\n" for host in self.host[:: self.per_host]]
             return {"ranks.csv": table, "hostfile": "".join(hosts)}
@@ -141,7 +141,7 @@ def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
     flat = devices.transpose(turned).ravel()
     per_host = plan.devices_per_host
     names = plan.hosts or _made_up(mesh.devices // per_host)
-    positions = np.stack([x.transpose(turned).ravel() for x in index], axis=1)
+    positions = np.stack([index[axes.index(axis)].transpose(turned).ravel() for axis in axes if axis in order], axis=1)
     return MeshRanks(positions, flat // per_host, flat % per_host, names, per_host)
 
 

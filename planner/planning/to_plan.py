@@ -47,7 +47,7 @@ def device_order(hosts: np.ndarray, per_host: int, sizes: Mapping[str, int]) -> 
         Indices into the devices of all hosts, host after host.
     """
     inside, nested = inside_axes(), seat_axes()
-    seat = np.arange(math.prod(sizes[name] for name in inside)).reshape([sizes[name] for name in nested])
+    seat = np.arange(math.prod(sizes.get(name, 1) for name in inside)).reshape([sizes.get(name, 1) for name in nested])
     seat = seat.transpose([nested.index(name) for name in inside]).ravel()
     first = (hosts * per_host + host_slots(hosts) * len(seat)).ravel()
     return tuple((first[:, None] + seat).ravel().tolist())

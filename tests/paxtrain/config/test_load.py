@@ -91,7 +91,7 @@ def test_another_file_of_json_is_one_sentence(tmp_path, text, words):
     [
         ("gpt_8", {}, ["no shipped file 'gpt_8'", "did you mean gpt_8b", "tiny"]),
         ("nowhere.py", {}, ["cannot load the configuration nowhere.py", "configs/tiny.py"]),
-        ("tiny", {"mesh.foo": 1}, ["unknown configuration key mesh.foo", "known here: data"]),
+        ("tiny", {"mesh.foo": 1}, ["unknown configuration key mesh.foo", "known here: context"]),
         ("tiny", {"mesh.data.x": 1}, ["unknown configuration key mesh.data.x", "data is a value"]),
         ("tiny", {"mesh.pipe": "two"}, ["mesh.pipe must be of type int, got 'two'"]),
         ("tiny", {"model.rope_theta": 10**400}, ["model.rope_theta must be a finite number", "about 400 digits"]),

@@ -22,7 +22,7 @@ def emulated(fragments, mesh=(2, 1, 1), layers=4, groups=2, **sections) -> Group
         "run": {"steps": 50 * fragments},
     }
     c = small.config(mesh, (4 * mesh[0], 1), **(changes | sections))
-    one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), (GROUP, *AXES))
+    one = Mesh(np.array(jax.devices()[:1]).reshape((1,) * (1 + len(AXES))), (GROUP, *AXES))
     return GroupedTrainer(c.of_group(), one, groups=groups, virtual=True)
 
 

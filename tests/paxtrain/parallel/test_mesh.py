@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from paxtrain.config import MeshConfig
+from paxtrain.config.axes import MAIN
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import (
     AXES,
@@ -25,10 +26,11 @@ def ids(mesh):
 
 def test_axes_and_row_major_order():
     mesh = make_mesh(MeshConfig(2, 2, 2))
-    assert mesh.axis_names == tuple(AXES) == ("data", "pipe", "tensor")
-    assert mesh.axis_types == (AxisType.Auto,) * 3
-    np.testing.assert_array_equal(ids(mesh), np.arange(8).reshape(2, 2, 2))
-    assert make_mesh(MeshConfig(1, 4, 2)).devices.shape == (1, 4, 2)
+    assert mesh.axis_names == tuple(AXES) == ("data", "pipe", "context", "tensor")
+    assert mesh.axis_types == (AxisType.Auto,) * 4
+    np.testing.assert_array_equal(ids(mesh), np.arange(8).reshape(2, 2, 1, 2))
+    assert make_mesh(MeshConfig(1, 4, 2)).devices.shape == (1, 4, 1, 2)
+    assert make_mesh(MeshConfig(2, 1, 2, context=2)).devices.shape == (2, 1, 2, 2)
 
 
 def test_a_mesh_that_is_far_too_large_is_refused_without_making_its_devices():
@@ -41,7 +43,7 @@ def test_a_mesh_that_is_far_too_large_is_refused_without_making_its_devices():
 
 def test_a_plans_order():
     order = [1, 2, 0, 5, 6, 7, 3, 4]
-    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2), order)), np.reshape(order, (2, 2, 2)))
+    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2), order)), np.reshape(order, (2, 2, 1, 2)))
 
 
 def test_devices_are_counted_in_order_unless_their_order_is_given(monkeypatch):
@@ -49,7 +51,7 @@ def test_devices_are_counted_in_order_unless_their_order_is_given(monkeypatch):
     given = ids(make_mesh(MeshConfig(2, 2, 2), devices=shuffled))
     np.testing.assert_array_equal(given.ravel(), [5, 0, 7, 2, 1, 6, 3, 4])
     monkeypatch.setattr(jax, "devices", lambda: shuffled)
-    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2))), np.arange(8).reshape(2, 2, 2))
+    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2))), np.arange(8).reshape(2, 2, 1, 2))
 
 
 def test_a_plan_counts_devices_host_after_host_as_it_lists_them(monkeypatch):
@@ -71,7 +73,7 @@ def test_sizes_that_do_not_multiply_to_the_devices(sizes):
     with pytest.raises(UserError) as error:
         make_mesh(MeshConfig(*sizes))
     message = str(error.value)
-    for name, size in zip(AXES, sizes):
+    for name, size in zip(MAIN, sizes):
         assert f"mesh.{name}={size}" in message
     assert f"is {np.prod(sizes)} devices, but there are 8; choose sizes whose product is 8" in message
 

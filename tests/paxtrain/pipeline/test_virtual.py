@@ -17,8 +17,8 @@ from paxtrain.pipeline import collectives, virtual
 from paxtrain.pipeline.rings import only_if
 from tests import small
 
-PIPE = {"data": 2, "pipe": 4, "tensor": 1}
-CUBE = {"data": 2, "pipe": 2, "tensor": 2}
+PIPE = {"data": 2, "pipe": 4, "context": 1, "tensor": 1}
+CUBE = {"data": 2, "pipe": 2, "context": 1, "tensor": 2}
 
 
 def mesh(sizes: dict[str, int]) -> Mesh:
@@ -103,11 +103,11 @@ def test_collectives(sizes):
             }
         out["all"] = lax.psum(x, tuple(AXES))
         out["gathered"] = tuple(collectives.gather(part, tuple(AXES)) for part in (x, constant))
-        return jax.tree.map(lambda v: v[None, None, None], out)
+        return jax.tree.map(lambda v: v[(None,) * len(AXES)], out)
 
-    everywhere = P("data", "pipe", "tensor")
+    everywhere = P(*AXES)
     x = integers(8 * 4, 8)
-    check_same(f, sizes, (P(("data", "pipe", "tensor")), P()), everywhere, x, jnp.arange(1.0, 3))
+    check_same(f, sizes, (P(tuple(AXES)), P()), everywhere, x, jnp.arange(1.0, 3))
 
 
 PAIRS = [

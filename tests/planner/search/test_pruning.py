@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from compress.codecs.quantised import QuantisedBlocks
-from paxtrain.config import REDUCE_DTYPES, SAVE_MODES
+from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SHARDS
 from paxtrain.schedule.schedules import name_of
 from planner.cluster.cluster import Cluster
 from planner.cost import link_seconds
@@ -45,7 +45,7 @@ HETERO = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"], nics=2)
 def candidate(space, i: int, counts: tuple[int, ...]) -> Candidate:
     chosen = [f.name for f in dataclasses.fields(space) if f.name not in ("slots", "together", "others")]
     columns = {name: getattr(space, name)[i].item() for name in chosen}
-    names = {"save": SAVE_MODES, "backward": BACKWARD, "reduce_dtype": REDUCE_DTYPES}
+    names = {"save": SAVE_MODES, "backward": BACKWARD, "reduce_dtype": REDUCE_DTYPES, "shard": SHARDS}
     columns |= {key: known[columns[key]] for key, known in names.items()}
     return Candidate(**columns | {"schedule": name_of(columns["schedule"])}, counts=counts)
 
