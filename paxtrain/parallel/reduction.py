@@ -25,6 +25,7 @@ from paxtrain.parallel.weights import gather_each
 from paxtrain.pipeline.closing import store
 from paxtrain.pipeline.program import Layers, Weights, layers_of
 from paxtrain.pipeline.rings import write_front
+from paxtrain.pipeline.sharding import InShards, Whole
 
 
 class Reduced(NamedTuple):
@@ -233,7 +234,7 @@ class DataReduction:
 
 @dataclasses.dataclass(frozen=True)
 class DataShards:
-    """Shards over data of weights and of the sums of gradients; it is a paxtrain.pipeline.program.Sharding.
+    """Shards over data of weights and of the sums of gradients; it is a paxtrain.pipeline.sharding.Shards.
 
     Attributes:
         layout: Layout of the parameters.
@@ -316,15 +317,15 @@ class DataShards:
         return gradient if dim is None else gradients.means(self.layout, [gradient], [dim])[0]
 
 
-def sharding_of(layout: Layout, codec: Codec | None) -> DataShards | None:
-    """Return the shards of a configuration's weights and sums; None if each data rank has all of them.
+def held_by(layout: Layout, codec: Codec | None) -> Whole:
+    """Return how a stage has its weights and the sums of their gradients.
 
     Args:
         layout: Layout of the parameters.
         codec: Codec of the kernels that are gathered; None: they travel as they are.
     """
     mesh = layout.config.mesh
-    return DataShards(layout, codec) if mesh.shards_sums and mesh.replicas > 1 else None
+    return InShards(DataShards(layout, codec)) if mesh.shards_sums and mesh.replicas > 1 else Whole()
 
 
 def _rows(segment: Layers) -> list[Params]:

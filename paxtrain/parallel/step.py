@@ -35,7 +35,7 @@ from paxtrain.parallel.compression.settled import CodecStates, Compression
 from paxtrain.parallel.layout import Layout, Params, is_spec
 from paxtrain.parallel.mesh import batch_spec, device_spec, local, settle_context, spread
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
-from paxtrain.parallel.reduction import DataReduction, sharding_of
+from paxtrain.parallel.reduction import DataReduction, held_by
 from paxtrain.parallel.weights import gather_weights
 from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.collectives import position
@@ -316,9 +316,9 @@ class Trainer:
         share = share_of(self._data_rank(), c.rank_micro_batches, c.batch.micro_batch)
         tokens = tokens.reshape(-1, c.batch.micro_batch, tokens.shape[1])
         codec = None if exact else self.compression.weights_codec
-        weights, sharding = gather_weights(self.layout, params, codec), sharding_of(self.layout, codec)
+        weights, held = gather_weights(self.layout, params, codec), held_by(self.layout, codec)
         program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
-        return Stage(program, weights, tokens, key, share, sharding)
+        return Stage(program, weights, tokens, key, share, held)
 
     def _data_rank(self) -> jax.Array:
         """Return the data rank of a device in the whole batch."""

@@ -100,10 +100,10 @@ def _scanned(
         # The gradient is read before the step writes the next one. Without this order XLA copies all layers'.
         ready, total = lax.optimization_barrier((read(total, (before,)), total))
         reduced, _ = close.reduce(ready, ())
-        x, total = step(*stage.at(chunk, number, layer(t), x), x, total)
+        x, total = step(*stage.at(chunk, number, layer(t)), x, total)
         return x, write_front(total, (before,), reduced)
 
-    x, total = step(*stage.at(chunk, number, layer(0), x), x, total)
+    x, total = step(*stage.at(chunk, number, layer(0)), x, total)
     x, total = lax.fori_loop(1, count, turn, (x, total))
     last = layer(count - 1)
     return x, write_front(total, (last,), close.reduce(read(total, (last,)), ())[0])

@@ -29,10 +29,9 @@ from jax import lax
 
 from compress.codec import Codec, Identity
 from paxtrain.model.spec import Scalars
-from paxtrain.pipeline.carry import Carry, Mail, StageRow
 from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
 from paxtrain.pipeline.collectives import permute, position
-from paxtrain.pipeline.messages import among, send
+from paxtrain.pipeline.messages import Carry, Mail, StageRow, among, send
 from paxtrain.pipeline.one_stage import one_stage
 from paxtrain.pipeline.program import Close, Weights
 from paxtrain.pipeline.rings import behind, only_if, read, write
@@ -459,7 +458,7 @@ def loss_and_gradients(
         states of the codecs; the reduction's states; and this stage's sums of its layers' scalars, by name. If there
         is a reduction, reduced gradients lie at the front of the arrays.
     """
-    grads = zeros_like(stage.sharding.sums(stage.weights) if stage.sharding else stage.weights)
+    grads = zeros_like(stage.held.sums(stage.weights))
     if stage.program.stages == 1:
         loss, scalars, grads, reduced = one_stage(stage, grads, reduction)
         return loss, grads, states, reduced, scalars

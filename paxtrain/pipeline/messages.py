@@ -1,19 +1,62 @@
-"""Encodes and sends the messages that go through a codec; the executor decodes them.
+"""What a stage carries from row to row, and the messages that go through a codec: encodes and sends them.
+
+The executor decodes them.
 
 These are all activations, with the codec `Identity` if they are not compressed, and compressed gradients. Gradients
 that are not compressed go through no codec: the executor sends them itself (`Rows._gradients_travel`).
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.codec import Codec
+from compress.codec import Codec, State, Tree, Wire
 from compress.collectives import joined, parted
+from paxtrain.model.spec import Scalars
 from paxtrain.pipeline.collectives import MeshAxes, Pairs, permute, stage_pairs
+from paxtrain.pipeline.program import Weights
+
+StageRow = dict[str, jax.Array]  # one stage's columns of a row of the table
+
+
+class Carry(NamedTuple):
+    """The carry from row to row; () stands for parts that evaluation lacks. Fields are in the compiled tuple's order.
+
+    Attributes:
+        gradient_out: gradient that B made last, [B, S, H].
+        gradients: ring of gradients that wait for B, or the one gradient if each is used at once.
+        grads: accumulators of the weights' gradients.
+        inbox: ring of activations that wait for F, or the one activation.
+        links: per direction the states of the codecs, with a leading dim of chunks.
+        loss: sum so far, float32 [].
+        output: activation that F made last, [B, S, H].
+        residuals: ring of what F leaves for B, and B for W.
+        reduced: states of the reduction over data, in a last row that reduces; otherwise ().
+        scalars: sums of the layers' scalars so far, by name; {} in evaluation.
+        scratch: see Stage.scratch.
+    """
+
+    gradient_out: jax.Array
+    gradients: jax.Array
+    grads: Weights
+    inbox: jax.Array
+    links: dict[str, State]
+    loss: jax.Array
+    output: jax.Array
+    reduced: list[State]
+    residuals: Tree
+    scalars: Scalars
+    scratch: Tree
+
+
+class Mail(NamedTuple):
+    """Gradients that are on their way: as they are, and compressed; None if none of that kind travels."""
+
+    plain: jax.Array | None
+    wire: Wire
 
 
 def among(index: jax.Array, stages: tuple[int, ...]) -> jax.Array:

@@ -38,7 +38,7 @@ def one_stage(
             loss, g, embedding, final_norm = stage.head(mb, y, loss, grads.embedding, grads.final_norm)
         grads = grads._replace(embedding=embedding, final_norm=final_norm)
         with jax.named_scope("backward"):
-            g, grads, _, states = stage.backward(0, mb, residuals, (), stage.cotangents(g), grads, (), close)
+            g, grads, _, states = stage.backward(0, mb, residuals, (), stage.cotangents(g), grads, (), close, y)
             grads = stage.embed_gradient(mb, g, grads, jnp.bool_(True))
         return (loss, add(sums, scalars), grads), states
 

@@ -1,9 +1,9 @@
-"""Arguments of a stage's code: its weights by segment, their shards, its part of the batch, the pipeline's facts."""
+"""Arguments of a stage's code: its weights by segment, its part of the batch, the pipeline's facts, a layer's place."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ Layers: TypeAlias = list[Params] | Params
 class Weights(NamedTuple):
     """A stage's weights in compute dtype, as one device holds them, split into segments once per step.
 
-    A device may hold shards of some of them (`Sharding`).
+    A device may hold shards of some of them (paxtrain.pipeline.sharding).
 
     The gradient accumulators have the same structure, in float32. They are not stacked over layers, because XLA would
     copy a stacked array on every update: it reads one layer's row from the array as it was before another row's write.
@@ -151,32 +151,6 @@ def share_of(rank: jax.Array, counts: Sequence[int], micro_batch: int) -> Share:
     return Share(first_sample, first, int(numbers.sum()) / len(numbers))
 
 
-class Sharding(Protocol):
-    """Shards over data of a stage's weights, and of the sums of their gradients, as the pipeline calls it.
-
-    Some arrays are in shards, and others whole on each data rank. All data ranks of a stage make the same calls.
-    """
-
-    def sums(self, weights: Weights) -> Weights:
-        """Return the shapes of the gradients' sums on a device."""
-
-    def gather(self, layer: Params) -> Params:
-        """Return the weights of a layer, whole."""
-
-    def scatter(self, gradients: Params) -> Params:
-        """Return what a device sums of the gradients of a layer, or of some of its arrays; others are None.
-
-        Args:
-            gradients: sums over one micro-batch, whole arrays in float32.
-        """
-
-    def gather_table(self, table: jax.Array) -> jax.Array:
-        """Return a table of the vocabulary, whole."""
-
-    def scatter_table(self, gradient: jax.Array) -> jax.Array:
-        """Return what a device sums of the gradient of a table of the vocabulary."""
-
-
 class LayerPlace(NamedTuple):
     """The place of a layer in its chunk, while its segment runs.
 
@@ -217,12 +191,6 @@ class Close(NamedTuple):
     run: Callable[..., tuple[Tree, list[Layers], list[State]]]
     reduce: Callable[[Params, State], tuple[Params, State]]
     states: list[State]
-
-
-def some(tree: Params, leaves: dict[int, jax.Array]) -> Params:
-    """Return a tree with some leaves, by number, and None in place of the others."""
-    known, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [leaves.get(n) for n in range(len(known))])
 
 
 def layers_of(part: Layers) -> list[Params]:

@@ -1,6 +1,6 @@
 """In-place building blocks of the executor: slots of rings, accumulators, and work that may be skipped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import jax
@@ -85,6 +85,17 @@ def add_some(total: T, index: RingIndex, deltas: dict[int, jax.Array]) -> T:
     """
     leaves = jax.tree.leaves(total)
     return write_some(total, index, {n: add(read(leaves[n], index), delta) for n, delta in deltas.items()})
+
+
+def some(tree: T, leaves: Mapping[int, jax.Array]) -> T:
+    """Return a tree with some leaves, by number, and None in place of the others."""
+    structure = jax.tree.structure(tree)
+    return jax.tree.unflatten(structure, [leaves.get(n) for n in range(structure.num_leaves)])
+
+
+def numbered(tree: Tree, numbers: Iterable[int]) -> dict[int, jax.Array]:
+    """Return the leaves of what has become of `some`, by number."""
+    return dict(zip(sorted(numbers), jax.tree.leaves(tree), strict=True))
 
 
 def only_if(condition: jax.Array, body: Callable[[T], T], carry: T) -> T:

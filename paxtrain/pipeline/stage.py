@@ -18,14 +18,24 @@ from paxtrain.pipeline.program import (
     LayerStep,
     Program,
     Segment,
-    Sharding,
     Share,
     Weights,
     layers_of,
-    some,
 )
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
-from paxtrain.pipeline.rings import RingIndex, add, add_some, always, only_if, read, write, write_some
+from paxtrain.pipeline.rings import (
+    RingIndex,
+    add,
+    add_some,
+    always,
+    numbered,
+    only_if,
+    read,
+    some,
+    write,
+    write_some,
+)
+from paxtrain.pipeline.sharding import Whole
 from paxtrain.pipeline.split_backward import SplitBackward, TracedLayer
 
 # A segment's residuals: a list of its layers' leaves, or one list of stacked leaves if it is scanned.
@@ -56,7 +66,7 @@ class Stage:
         divisor: number by which the loss of a micro-batch is divided, so that the mean over data ranks of their sums is
             the mean over all sequences.
         share: the data rank's part of the batch.
-        sharding: shards over data of the weights or of their gradients; None: each data rank has all of them.
+        held: how the stage has its weights and the sums of their gradients: whole, or in shards over data.
         batch: sequences of a micro-batch, B.
         message: shape and dtype of a message between stages, [B, S or S/T, H].
         index: position of the stage on the pipe axis, int32 [].
@@ -70,7 +80,7 @@ class Stage:
         tokens: jax.Array,
         dropout_key: jax.Array | None,
         share: Share,
-        sharding: Sharding | None = None,
+        held: Whole | None = None,
     ) -> None:
         """Trace a layer of each kind to find its residuals.
 
@@ -80,10 +90,10 @@ class Stage:
             tokens: the data rank's tokens, int32 [micro-batches, B, S + 1].
             dropout_key: key of the step, uint32 [2]; None without dropout.
             share: the data rank's part of the batch.
-            sharding: shards over data, see the attribute.
+            held: how the stage has its weights; None: whole.
         """
         self.program, self.weights, self.tokens, self.share = program, weights, tokens, share
-        self.sharding = sharding
+        self.held = held or Whole()
         self.micro_batches, self.batch, length = tokens.shape
         self.divisor = self.micro_batches if share.mean is None else share.mean
         shape = (self.batch, (length - 1) // program.group.parts, program.model.hidden)
@@ -101,7 +111,7 @@ class Stage:
     def _trace(self, kind: str, part: Layers) -> TracedLayer:
         """Return a layer of a kind, traced with the weights of a segment."""
         program, first = self.program, jnp.int32(0)
-        one = jax.eval_shape(lambda: self._whole(layers_of(part)[0], ()))
+        one = self.held.shapes(layers_of(part)[0])
 
         def layer(
             weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None, starts: jax.Array | None
@@ -155,21 +165,18 @@ class Stage:
     def embed(self, mb: jax.Array) -> jax.Array:
         """Return the embedding of a micro-batch, shaped like a message."""
         tokens, program, embedding = self.tokens[mb, :, :-1], self.program, self.weights.embedding
-        if self.sharding:
-            table = self._table(0)
-            embedding = {**embedding, "token": table if program.model.tied_head else table[None]}
+        table = self._table(0)
+        embedding = {**embedding, "token": table if program.model.tied_head else table[None]}
         return transformer.embed(
             embedding, tokens, program.model, program.group, self._dropout(mb), self._documents(mb)
         )
 
     def first_input(self, mb: jax.Array, x: jax.Array) -> jax.Array:
         """Return the input of chunk 0: on the first stage the embedding of a micro-batch, on others x."""
-        if self.sharding:  # others gather no table
-            return only_if(self.index == 0, lambda _: self.embed(mb), x)
-        return jnp.where(self.index == 0, self.embed(mb), x)
+        return self.held.on(self.index == 0, lambda _: self.embed(mb), x)
 
     def _each_layer(
-        self, chunk: int, x: Tree, parts: list[Tree], step: LayerStep, backward: bool = False
+        self, chunk: int, x: Tree, parts: list[Tree], step: LayerStep, backward: bool = False, since: Tree = None
     ) -> tuple[Tree, list[Tree]]:
         """Run a step of each layer of a chunk, and return x and the layers' parts after it.
 
@@ -177,8 +184,10 @@ class Stage:
             parts: for each segment a list of the layers' parts, or one stacked part if it is scanned.
             step: function (place, weights, x, part) -> (x, part).
             backward: whether the last layer comes first.
+            since: what is made before the first layer's weights are gathered; None: x.
         """
         parts, numbers = list(parts), range(len(parts))
+        self.held.start(since)
         for number in reversed(numbers) if backward else numbers:
             x, parts[number] = self.run_segment(chunk, number, x, parts[number], step, backward)
         return x, parts
@@ -187,22 +196,9 @@ class Stage:
         """Return the slot, in the stage, of a layer of a segment."""
         return chunk * len(self.program.slots) + self.program.segments[number].start + layer
 
-    def _whole(self, layer: Params, before: Tree) -> Params:
-        """Return the weights of a layer, gathered if they are in shards, but not before `before` is made."""
-        if self.sharding is None:
-            return layer
-        # Without the order XLA would gather once for F and B, and keep all layers' weights in between.
-        layer, _ = lax.optimization_barrier((layer, before))
-        return self.sharding.gather(layer)
-
-    def at(self, chunk: int, number: int, layer: int | jax.Array, before: Tree) -> tuple[LayerPlace, Params]:
-        """Return the place and the weights of a layer of a scanned segment.
-
-        Args:
-            before: see `_whole`.
-        """
+    def at(self, chunk: int, number: int, layer: int | jax.Array) -> tuple[LayerPlace, Params]:
+        """Return the place of a layer of a scanned segment, and what the device has of its weights."""
         weights = jax.tree.map(lambda w: w[layer], self.weights.chunks[chunk][number])
-        weights = self._whole(weights, before)
         own = self._layer_of[chunk, self.program.segments[number].start + layer]
         return LayerPlace(own, number, layer, (layer,)), weights
 
@@ -223,20 +219,29 @@ class Stage:
         layers = self._layer_of[chunk, segment.start : segment.start + segment.count]
 
         def one(turn: int | jax.Array, carry: tuple) -> tuple:
-            layer = segment.count - 1 - turn if backward else turn
-            return step(*self.at(chunk, number, layer, carry[0]), *carry)
+            self.held.start()
+            place, weights = self.at(chunk, number, segment.count - 1 - turn if backward else turn)
+            x, weights = self.held.gathered(carry[0], weights)
+            return step(place, weights, x, carry[1])
 
         def unrolled(carry: tuple) -> tuple:
             x, own, each = carry[0], list(carry[1]), layers_of(weights)
-            before = x  # so the weights of a layer are gathered under the layer before, not earlier
+            if apart:
+                self.held.start()
+            x, own, each = carry[0], list(carry[1]), layers_of(weights)
             for i in range(segment.count)[:: -1 if backward else 1]:
-                whole, before = self._whole(each[i], before), x
+                x, whole = self.held.gathered(x, each[i])
                 x, own[i] = step(LayerPlace(layers[i], number, i, ()), whole, x, own[i])
             return x, own
 
+        apart = segment.scan or segment.optional  # a loop does not know what runs before
         if segment.scan:
-            return lax.fori_loop(0, segment.count, one, (x, part))
-        return (only_if if segment.optional else always)(layers[0] >= 0, unrolled, (x, part))
+            x, part = lax.fori_loop(0, segment.count, one, (x, part))
+        else:
+            x, part = (only_if if segment.optional else always)(layers[0] >= 0, unrolled, (x, part))
+        if apart:
+            self.held.start()
+        return x, part
 
     def _run_layers(
         self, chunk: int, mb: jax.Array, x: jax.Array, residuals: list[Residuals], slot: RingIndex
@@ -285,7 +290,14 @@ class Stage:
         return g, self._weights_of_scalars
 
     def _accumulate(
-        self, chunk: int, x: Tree, grads: Weights, step: LayerStep, backward: bool, close: Close | None
+        self,
+        chunk: int,
+        x: Tree,
+        grads: Weights,
+        step: LayerStep,
+        backward: bool,
+        close: Close | None,
+        since: Tree = None,
     ) -> tuple[Tree, Weights, list[State]]:
         """Run a step of each layer over the accumulators; return also the states of `close`."""
         totals = grads.chunks[chunk]
@@ -293,7 +305,7 @@ class Stage:
         if close:
             x, totals, states = close.run(self, chunk, x, totals, step, close, backward)
         else:
-            x, totals = self._each_layer(chunk, x, totals, step, backward)
+            x, totals = self._each_layer(chunk, x, totals, step, backward, since)
         return x, _with_chunk(grads, chunk, totals), states
 
     def backward(
@@ -306,12 +318,14 @@ class Stage:
         grads: Weights,
         scratch: list[Residuals] | tuple[()],
         close: Close | None = None,
+        since: Tree = None,
     ) -> tuple[jax.Array, Weights, list[Residuals] | tuple[()], list[State]]:
         """Run the whole backward of a chunk.
 
         Args:
             scratch: the buffer of `scratch`.
             close: reduction of the layers' gradients, if this is the stage's last op.
+            since: see `_each_layer`.
 
         Returns:
             The gradient of the chunk's input, the accumulators with the layers' gradients added, the scratch, and the
@@ -328,13 +342,13 @@ class Stage:
         def step(place: LayerPlace, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
             kept, layer = read(place.of(again), (*slot, *place.at)), self._layer(place)
             own = read(total, place.at)
+            first = self.held.first_sum(own, layer.weights)
             # A ring for the backward in two parts has places for more, behind those of F.
-            added, g = layer.adding(
-                weights, kept[: len(layer.vjp.kept)], (g, scalars), self._zeros(layer) if self.sharding else own
-            )
-            return g, write(total, place.at, add(own, self.sharding.scatter(added)) if self.sharding else added)
+            added, g = layer.adding(weights, kept[: len(layer.vjp.kept)], (g, scalars), first)
+            g, added = self.held.summed(g, own, added)
+            return g, write(total, place.at, added)
 
-        g, grads, states = self._accumulate(chunk, g, grads, step, True, close)
+        g, grads, states = self._accumulate(chunk, g, grads, step, True, close, since)
         return g, grads, scratch, states
 
     def input_gradient(
@@ -358,7 +372,8 @@ class Stage:
             (ring, total), at, split = part, (*slot, *place.at), self._layer(place).split
             assert split
             g, early, left = split.input_gradient(weights, read(ring, at), (g, scalars))
-            early = self._scattered(total, early)
+            g, parts = self.held.parts(g, some(total, early))
+            early = numbered(parts, early)
             return g, (write_some(ring, at, left), add_some(total, place.at, early))
 
         segments, totals = self.program.segments, grads.chunks[chunk]
@@ -383,11 +398,12 @@ class Stage:
         def step(place: LayerPlace, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
             leaves, layer = read(place.of(residuals), (*slot, *place.at)), self._layer(place)
             assert layer.split
-            late = jax.tree.leaves(self._zeros(layer) if self.sharding else read(total, place.at))
-            added = layer.split.weight_gradients(weights, leaves, {n: late[n] for n in layer.split.late})
-            if self.sharding:
-                return x, add_some(total, place.at, self._scattered(total, added))
-            return x, write_some(total, place.at, added)
+            own, numbers = read(total, place.at), layer.split.late
+            first = jax.tree.leaves(self.held.first_sum(own, layer.weights))
+            added = layer.split.weight_gradients(weights, leaves, {n: first[n] for n in numbers})
+            before = dict(enumerate(jax.tree.leaves(own)))
+            x, sums = self.held.summed(x, some(own, {n: before[n] for n in numbers}), some(own, added))
+            return x, write_some(total, place.at, numbered(sums, added))
 
         _, grads, states = self._accumulate(chunk, (), grads, step, False, close)
         return grads, states
@@ -404,17 +420,7 @@ class Stage:
         def added(embedding: Params) -> Params:
             return transformer.embed_gradient(embedding, tokens, g, program.model, program.group, *rest)
 
-        def scattered(embedding: Params) -> Params:
-            """Return what `added` does; the whole table's gradient is there until it is scattered."""
-            zeros, token = self._zeros_of_table(), embedding["token"]
-            made = added({**embedding, "token": zeros if program.model.tied_head else zeros[None]})
-            own = made["token"] if program.model.tied_head else made["token"][0]
-            return {**made, "token": self._add_table(token, own, 0)}
-
-        if not self.sharding:
-            return grads._replace(embedding=added(grads.embedding))
-        run = only_if if program.stages > 1 else always
-        return grads._replace(embedding=run(active, scattered, grads.embedding))
+        return grads._replace(embedding=self.held.embedding_summed(grads.embedding, added, self._table_shape, active))
 
     def loss(self, mb: jax.Array, y: jax.Array) -> jax.Array:
         """Return the mean loss of a micro-batch with last output y, over the divisor."""
@@ -428,31 +434,19 @@ class Stage:
         """Return the tokens that this device's tokens of a micro-batch predict."""
         return own_tokens(self.tokens[mb, :, 1:], 1, self.program.group)
 
-    def _table(self, row: int) -> jax.Array:
-        """Return a table of the vocabulary, gathered if it is in shards: 0 is the embedding's, -1 the head's."""
+    def _own_table(self, row: int) -> jax.Array:
+        """Return what the device has of a table of the vocabulary: 0 is the embedding's, -1 the head's."""
         token = self.weights.embedding["token"]
-        table = token if self.program.model.tied_head else token[row]
-        return self.sharding.gather_table(table) if self.sharding else table
+        return token if self.program.model.tied_head else token[row]
 
-    def _zeros_of_table(self) -> jax.Array:
-        """Return zeros for the whole gradient of a table."""
-        return jnp.zeros(jax.eval_shape(lambda: self._table(0)).shape, jnp.float32)
+    def _table(self, row: int) -> jax.Array:
+        """Return a table of the vocabulary, whole, see `_own_table`."""
+        return self.held.table(self._own_table(row))
 
-    def _add_table(self, total: jax.Array, gradient: jax.Array, row: int) -> jax.Array:
-        """Return the accumulators of the tables with the whole gradient of one added, see `_table`."""
-        assert self.sharding
-        part = self.sharding.scatter_table(gradient)
-        return total + part if self.program.model.tied_head else total.at[row].add(part)
-
-    def _zeros(self, layer: TracedLayer) -> Params:
-        """Return zeros for the whole gradients of a layer."""
-        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), layer.weights)
-
-    def _scattered(self, total: Params, gradients: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        """Return what a device sums of some gradients of a layer, by number, given the layer's accumulators."""
-        if self.sharding is None:
-            return gradients
-        return dict(zip(sorted(gradients), jax.tree.leaves(self.sharding.scatter(some(total, gradients)))))
+    @property
+    def _table_shape(self) -> tuple[int, ...]:
+        """Shape of a whole table of the vocabulary."""
+        return jax.eval_shape(lambda: self._table(0)).shape
 
     def head(
         self, mb: jax.Array, y: jax.Array, loss: jax.Array, embedding: Params, final_norm: Params
@@ -470,6 +464,7 @@ class Stage:
             added.
         """
         token, model = embedding["token"], self.program.model
+        own = token if model.tied_head else token[-1]
         value, norm, total, g = transformer.head_gradients(
             self.weights.final_norm,
             self._table(-1),
@@ -478,12 +473,10 @@ class Stage:
             model,
             self.program.group,
             self.divisor,
-            self._zeros_of_table() if self.sharding else token if model.tied_head else token[-1],
+            self.held.first_table_sum(own, self._table_shape),
         )
-        if self.sharding:
-            token = self._add_table(token, total, -1)
-        else:
-            token = total if model.tied_head else token.at[-1].set(total)
+        total = self.held.table_summed(own, total)
+        token = total if model.tied_head else token.at[-1].set(total)
         return loss + value, g, {**embedding, "token": token}, add(final_norm, norm)
 
 
