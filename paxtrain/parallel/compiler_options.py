@@ -44,7 +44,8 @@ GPU_LOOPS = {
 
 # Passes that XLA for CPUs leaves out. The first would move F and B out of the loops of no or one trip by which stages
 # skip them, and all stages would run all ops. The second would drop the optimization barriers that order reads and
-# writes of the rings: without them each row copies whole rings.
+# writes of the rings: without them each row copies whole rings, and
+# with weights in shards B keeps what F has gathered.
 CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion,cse_barrier_expander"}
 
 # A step that one CPU emulates for a whole mesh takes as long to compile as dozens of steps take to run. LLVM's first
@@ -66,7 +67,7 @@ def of(config: Config, platform: str, masked: bool, compressed: bool, virtual: b
     """
     mesh = config.mesh
     if platform != "gpu":
-        return (CPU_OPTIONS if mesh.pipe > 1 else {}) | (CPU_EMULATED if virtual else {})
+        return (CPU_OPTIONS if mesh.pipe > 1 or mesh.shards_sums else {}) | (CPU_EMULATED if virtual else {})
     estimate = GPU_ESTIMATE if compressed or (masked and not mesh.sequence_parallel) else {}
     # By this estimate a ring's transfers take no time, and XLA puts them behind attention, which they could lie under.
     estimate = {} if mesh.context > 1 else estimate

@@ -234,7 +234,7 @@ class DataReduction:
 
 @dataclasses.dataclass(frozen=True)
 class DataShards:
-    """Shards over data of weights and of the sums of gradients; it is a paxtrain.pipeline.sharding.Shards.
+    """Shards over data of weights and of the sums of gradients; it is a paxtrain.pipeline.sharding.DataCollectives.
 
     Attributes:
         layout: Layout of the parameters.

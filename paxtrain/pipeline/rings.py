@@ -89,8 +89,8 @@ def add_some(total: T, index: RingIndex, deltas: dict[int, jax.Array]) -> T:
 
 def some(tree: T, leaves: Mapping[int, jax.Array]) -> T:
     """Return a tree with some leaves, by number, and None in place of the others."""
-    structure = jax.tree.structure(tree)
-    return jax.tree.unflatten(structure, [leaves.get(n) for n in range(structure.num_leaves)])
+    every, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [leaves.get(n) for n in range(len(every))])
 
 
 def numbered(tree: Tree, numbers: Iterable[int]) -> dict[int, jax.Array]:

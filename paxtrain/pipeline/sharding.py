@@ -2,7 +2,7 @@
 
 `Whole` is what a stage does if each data rank has all of them. With `InShards` a layer's weights are gathered when F, B
 or W reaches the layer, and its gradients leave by a reduce-scatter, micro-batch by micro-batch. The collectives are
-those of a `Shards`, which the trainer hands in. All data ranks of a stage run the same ops, and so the same collectives.
+a `DataCollectives`, which the trainer hands in. All data ranks of a stage run the same ops, and thus the same of these.
 
 References:
     Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054, stages 2 and 3.
@@ -22,7 +22,7 @@ from paxtrain.pipeline.program import Weights
 from paxtrain.pipeline.rings import add, only_if
 
 
-class Shards(Protocol):
+class DataCollectives(Protocol):
     """Collectives over data of weights and gradients, some of which are in shards and others whole on each rank."""
 
     def sums(self, weights: Weights) -> Weights:
@@ -123,7 +123,7 @@ class InShards(Whole):
     layers, gather once for F and B, and keep in memory what they make.
     """
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: DataCollectives) -> None:
         self._shards = shards
         self.start()
 

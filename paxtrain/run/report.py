@@ -37,6 +37,15 @@ def parameters_per_device(trainer: Trainer) -> int:
     return total
 
 
+# What is in shards over data, by mesh.shard.
+_SHARDS = {
+    "none": "replicated optimizer",
+    "optimizer": "ZeRO-1 shards",
+    "gradients": "ZeRO-2 shards",
+    "weights": "ZeRO-3 shards",
+}
+
+
 def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequence[int]) -> list[tuple[str, str]]:
     """Return the table for the start of a run, as rows of (label, figure).
 
@@ -49,7 +58,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequ
     config, layout = trainer.config, trainer.layout
     mesh, schedule = config.mesh, trainer.schedule
     depth = trainer.buffers.residual_depth if mesh.pipe > 1 else 1
-    how = "ZeRO-1 shards" if mesh.zero1 else "replicated optimizer"
+    how = _SHARDS[mesh.shard]
     how += ", sequence parallel" if mesh.sequence_parallel else ""
     stages = ",".join(map(str, layout.counts))
     padding = f"; {layout.padding():.0%} of the layer slots are padding" if layout.padding() else ""

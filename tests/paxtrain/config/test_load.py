@@ -54,6 +54,22 @@ def test_a_recorded_configuration_is_the_same_again(tmp_path):
     assert load_config(str(path), {"run.steps": 70}) == load_config("tiny", changed | {"run.steps": 70})
 
 
+@pytest.mark.parametrize(("zero1", "shard"), [(True, "optimizer"), (False, "none")])
+def test_a_configuration_recorded_by_an_earlier_version_says_zero1(tmp_path, zero1, shard):
+    values = to_dict(load_config("tiny"))
+    del values["mesh"]["shard"]
+    values["mesh"]["zero1"] = zero1
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert load_config(str(tmp_path / "config.json")) == load_config("tiny", {"mesh.shard": shard})
+    assert load_config(str(tmp_path / "config.json"), {"mesh.shard": "weights"}).mesh.shard == "weights"
+    for wrong, words in (
+        ({"zero1": True, "shard": "none"}, "mesh.zero1=True, .*mesh.shard=none"),
+        ({"zero1": 1}, "bool"),
+    ):
+        with pytest.raises(UserError, match=words):
+            from_dict({"mesh": wrong})
+
+
 def test_a_models_file_is_a_configuration(tmp_path):
     """The config.json of Qwen3-8B, whose files hold 8,190,735,360 parameters (Hugging Face, 2025)."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))

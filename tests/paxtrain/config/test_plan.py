@@ -56,6 +56,14 @@ def test_what_is_saved_comes_back(tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["version"] == 1
 
 
+@pytest.mark.parametrize(("zero1", "shard"), [(True, "optimizer"), (False, "none")])
+def test_a_plan_of_an_earlier_version_says_zero1(tmp_path, zero1, shard):
+    mesh = {"data": 2, "pipe": 2, "tensor": 2, "zero1": zero1, "sequence_parallel": False, "reduce_dtype": "float32"}
+    loaded = plan.load(file_of(tmp_path, mesh=mesh))
+    assert loaded == dataclasses.replace(PLAN, mesh=MeshConfig(2, 2, 2, shard))
+    assert loaded.mesh.zero1 == zero1
+
+
 def test_only_the_sections_are_needed(tmp_path):
     path = file_of(tmp_path, hosts=None, devices_per_host=None, device_order=None, predicted=None)
     loaded = plan.load(path)

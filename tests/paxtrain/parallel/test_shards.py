@@ -1,7 +1,6 @@
 """Weights and sums of gradients in shards over data: gradients against one device, bytes, memory, resuming."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -9,14 +8,15 @@ import numpy as np
 import pytest
 
 from paxtrain.config import SPLIT_SAVES, Config
+from paxtrain.config.options import OptionValues
 from paxtrain.model import transformer
 from paxtrain.parallel.reduction import DataShards
-from paxtrain.parallel.step import Trainer
 from paxtrain.schedule.schedules import SPECS, names
 from paxtrain.xla import hlo
 from tests import small
+from tests.compress_settings import compression
 from tests.paxtrain.parallel import test_gradients
-from tests.paxtrain.parallel.test_gradients import HIDDEN, SEQUENCE, TOLERANCE, check, errors, reference
+from tests.paxtrain.parallel.test_gradients import HIDDEN, TOLERANCE, check, errors, reference
 from tests.small import trainer
 
 MIXED = "tests.paxtrain.model.mixed:Mixed"
@@ -118,3 +118,83 @@ def test_a_missing_scatter_shows(monkeypatch):
     assert (
         found["loss"] <= TOLERANCE and {f"['layers']['{kernel}']['kernel']" for kernel in ("qkv", "out", "up")} < wrong
     )
+
+
+# --- Bytes and memory -------------------------------------------------------------------------------------------------
+
+
+def collectives(c: Config) -> dict[str, int]:
+    """Return the bytes of a device's collectives in a step by their kind."""
+    return hlo.collective_bytes(trainer(c).compile_step().as_text())
+
+
+@pytest.mark.once
+def test_weights_are_gathered_in_f_and_in_b_of_each_micro_batch():
+    """Operands of a device: with ZeRO-1 its shard of the weights once, then the shards of kernels and tables anew."""
+    layers, m = 2, 2
+    c = config((2, 1, 1), 2 * 2 * m, layers=layers, scan_layers="off")
+    kernels = 4 * layers * 12 * HIDDEN**2  # qkv, out, up and down, float32
+    table = 4 * 64 * HIDDEN
+    before = collectives(dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, shard="optimizer")))
+    after = collectives(c)
+    # F and B of a layer; lookup and head share the tied table of a micro-batch.
+    assert after["all-gather"] - before["all-gather"] == (2 * m - 1) * kernels // 2 + (m - 1) * table // 2
+    assert after["all-to-all"] - before["all-to-all"] == (m - 1) * kernels + (2 * m - 1) * table
+
+
+def temporary(shard: str, layers: int = 8, **settings) -> int:
+    """Return the temporary bytes of a step with four data ranks by XLA's analysis."""
+    c = config((4, 1, 1), 32, shard=shard, layers=layers, scan_layers="off", save="layer_inputs", **settings)
+    model = dataclasses.replace(c.model, hidden=128, heads=4, sequence=8)
+    return trainer(dataclasses.replace(c, model=model)).compile_step().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.once
+def test_sums_and_weights_in_shards_take_less_memory():
+    """Eight layers of 12 H^2 float32 weights: a device keeps a quarter, and at most three layers are whole at once."""
+    layer = 4 * 12 * 128**2
+    once, sums, weights = (temporary(shard) for shard in ("optimizer", "gradients", "weights"))
+    assert once - sums > (6 - 3) * layer  # three quarters of eight layers, less whole gradients of some
+    assert sums - weights > (6 - 3) * layer
+
+
+# --- Codecs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("mesh", [(2, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
+def test_kernels_are_gathered_through_a_codec(mesh):
+    """What each layer gathers is what ZeRO-1 gathers once: the gradients are those of the same rounded kernels."""
+    coded = {"compress": compression(weights_codec="int8", weights_options=OptionValues({"block": 32}))}
+    grads = []
+    for shard in ("optimizer", "weights"):
+        c = dataclasses.replace(config(mesh, layers=2, shard=shard), **coded)
+        ref = reference(8, 0.0, 2)
+        grads.append(small.gradients(trainer(c), ref.params, np.asarray(ref.tokens)))
+        exact = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), grads[-1][2], ref.grads)
+        assert max(jax.tree.leaves(exact)) > 100 * TOLERANCE  # the codec has rounded
+    wrong = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), grads[1], grads[0])
+    assert max(jax.tree.leaves(wrong)) <= TOLERANCE, wrong
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(("weights", (4, 1, 1)), ("optimizer", (2, 2, 1))), (("none", (2, 1, 1)), ("weights", (2, 2, 1)))],
+    ids=str,
+)
+def test_a_checkpoint_of_any_shards_and_mesh_is_the_same_state_on_another(first, then):
+    """The canonical state, which a checkpoint holds, after a step: bit for bit there and back."""
+    one, other = (trainer(config(mesh, 8, layers=4, shard=shard)) for shard, mesh in (first, then))
+    ref = reference(8, 0.0, 4)
+    state, _ = one.step(one.from_params(ref.params), jax.device_put(np.asarray(ref.tokens), one.batch_sharding))
+    canonical = one.canonical(state)
+    kept = {name: jax.device_get(value) for name, value in canonical.items() if name != "codec"}
+    moved = jax.device_put(kept, {name: other.canonical_shardings[name] for name in kept})
+    back = other.canonical(other.from_canonical(moved))
+    for mine, right in zip(*(jax.tree.leaves({k: x[k] for k in kept}) for x in (back, kept)), strict=True):
+        np.testing.assert_array_equal(mine, right)
+    assert np.any(np.asarray(jax.tree.leaves(canonical["optimizer"])[1]))
