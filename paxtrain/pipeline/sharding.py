@@ -139,7 +139,7 @@ class InShards(Whole):
         """Begin with a first layer, see `Whole.start`."""
         self._input: Tree = since
         self._weights: Tree = ()
-        self._sums: tuple[Tree, Tree] = (), ()  # of the layer before the last one, and of the last one
+        self._parts: Tree = ()
 
     def gathered(self, x: Tree, layer: Params) -> tuple[Tree, Params]:
         """Return a layer's input and its weights, gathered under the layer before."""
@@ -160,11 +160,9 @@ class InShards(Whole):
 
     def parts(self, x: Tree, made: Params) -> tuple[Tree, Params]:
         """Return what goes to the next layer, and shards of gradients, which leave under the next layer."""
-        older, last = self._sums
-        made, _ = lax.optimization_barrier((made, last))
-        parts = self._shards.scatter(made)
-        self._sums = last, parts
-        return (lax.optimization_barrier((x, older))[0] if older else x), parts
+        made, _ = lax.optimization_barrier((made, self._parts))
+        before, self._parts = self._parts, self._shards.scatter(made)
+        return (lax.optimization_barrier((x, before))[0] if before else x), self._parts
 
     def table(self, table: jax.Array) -> jax.Array:
         """Return a table of the vocabulary, whole, given a device's shard."""
