@@ -18,8 +18,10 @@ from jax import lax
 
 from compress.codec import Tree
 from paxtrain.model.transformer import Params
-from paxtrain.pipeline.program import Weights
-from paxtrain.pipeline.rings import add, only_if
+from paxtrain.pipeline.program import LayerPlace, LayerStep, Weights
+from paxtrain.pipeline.rings import add, only_if, read, write
+
+Turn = Callable[[int | jax.Array], tuple[LayerPlace, Params]]
 
 
 class DataCollectives(Protocol):
@@ -62,6 +64,19 @@ class Whole:
     def gathered(self, x: Tree, layer: Params) -> tuple[Tree, Params]:
         """Return a layer's input and its weights, whole, given what a device has of them."""
         return x, layer
+
+    def scan(self, count: int, turn: Turn, step: LayerStep, x: Tree, part: Tree, backward: bool) -> tuple[Tree, Tree]:
+        """Run a step of each layer of a scanned segment, and return x and the segment's part after it.
+
+        Args:
+            count: number of layers.
+            turn: (number of a turn) -> (place of its layer, what a device has of the layer's weights).
+            step: function (place, weights, x, part) -> (x, part).
+            x: value that goes from layer to layer.
+            part: stacked part of the segment.
+            backward: whether this is a backward.
+        """
+        return lax.fori_loop(0, count, lambda n, carry: step(*turn(n), *carry), (x, part))
 
     def first_sum(self, total: Params, shapes: Params) -> Params:
         """Return the sums to which the backward of a layer adds.
@@ -116,6 +131,11 @@ class Whole:
         return jnp.where(condition, run(x), x)
 
 
+def _with_sums(part: Tree, place: LayerPlace, sums: Tree) -> Tree:
+    """Return a segment's stacked accumulators with what a device sums of a layer's gradients added, if there is any."""
+    return write(part, place.at, add(read(part, place.at), sums)) if sums else part
+
+
 class InShards(Whole):
     """What a stage does with weights, or only sums of gradients, that are in shards over data.
 
@@ -140,6 +160,7 @@ class InShards(Whole):
         self._input: Tree = since
         self._weights: Tree = ()
         self._parts: Tree = ()
+        self._late: list[Params] | None = None  # whole gradients that the next turn of a loop scatters
 
     def gathered(self, x: Tree, layer: Params) -> tuple[Tree, Params]:
         """Return a layer's input and its weights, gathered under the layer before."""
@@ -149,12 +170,47 @@ class InShards(Whole):
         # No compute lies before the first layer, so its weights may arrive one by one.
         return (x, self._weights) if first else lax.optimization_barrier((x, self._weights))
 
+    def scan(self, count: int, turn: Turn, step: LayerStep, x: Tree, part: Tree, backward: bool) -> tuple[Tree, Tree]:
+        """Run a step of each layer of a scanned segment; see `Whole.scan`.
+
+        A turn gathers the next turn's weights, and scatters the gradients of the turn before: what is not in the same
+        turn as compute would lie under nothing. So the first turn of B and the last turn are outside of the loop.
+        """
+        if not jax.tree.leaves(x):  # W waits for no other device, and its weights are not used
+            return super().scan(count, lambda n: self._whole(*turn(n)), step, x, part, backward)
+
+        def one(n: int | jax.Array, carry: tuple, last: bool = False) -> tuple:
+            x, part, weights, made = carry
+            coming = weights if last else self._shards.gather(turn(n + 1)[1])
+            sums = self._shards.scatter(made) if made else ()
+            self._late = []
+            x, part = step(turn(n)[0], weights, x, part)
+            late, self._late = self._late, None
+            x, coming, sums = lax.optimization_barrier((x, coming, sums))
+            return x, _with_sums(part, turn(n - 1)[0], sums), coming, late[0] if late else ()
+
+        own, _ = lax.optimization_barrier((turn(0)[1], x if self._input is None else self._input))
+        carry, first = (x, part, self._shards.gather(own), ()), 0
+        if backward and count > 1:
+            carry, first = one(0, carry), 1
+        if first < count - 1:
+            carry = lax.fori_loop(first, count - 1, one, carry)
+        x, part, _, made = one(count - 1, carry, last=True)
+        return x, _with_sums(part, turn(count - 1)[0], self._shards.scatter(made) if made else ())
+
+    def _whole(self, place: LayerPlace, layer: Params) -> tuple[LayerPlace, Params]:
+        """Return a layer's place and its weights, whole."""
+        return place, self._shards.gather(layer)
+
     def first_sum(self, total: Params, shapes: Params) -> Params:
         """Return zeros for whole gradients."""
         return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), shapes)
 
     def summed(self, x: Tree, total: Params, made: Params) -> tuple[Tree, Params]:
         """Return what goes to the next layer, and the accumulators with whole gradients added in shards."""
+        if self._late is not None:
+            self._late.append(made)
+            return x, total
         x, parts = self.parts(x, made)
         return x, jax.tree.map(lambda part, own: add(own, part), parts, total)
 

@@ -218,14 +218,10 @@ class Stage:
         segment, weights = self.program.segments[number], self.weights.chunks[chunk][number]
         layers = self._layer_of[chunk, segment.start : segment.start + segment.count]
 
-        def one(turn: int | jax.Array, carry: tuple) -> tuple:
-            self.held.start()
-            place, weights = self.at(chunk, number, segment.count - 1 - turn if backward else turn)
-            x, weights = self.held.gathered(carry[0], weights)
-            return step(place, weights, x, carry[1])
+        def turn(number_of_turn: int | jax.Array) -> tuple[LayerPlace, Params]:
+            return self.at(chunk, number, segment.count - 1 - number_of_turn if backward else number_of_turn)
 
         def unrolled(carry: tuple) -> tuple:
-            x, own, each = carry[0], list(carry[1]), layers_of(weights)
             if apart:
                 self.held.start()
             x, own, each = carry[0], list(carry[1]), layers_of(weights)
@@ -236,7 +232,7 @@ class Stage:
 
         apart = segment.scan or segment.optional  # a loop does not know what runs before
         if segment.scan:
-            x, part = lax.fori_loop(0, segment.count, one, (x, part))
+            x, part = self.held.scan(segment.count, turn, step, x, part, backward)
         else:
             x, part = (only_if if segment.optional else always)(layers[0] >= 0, unrolled, (x, part))
         if apart:

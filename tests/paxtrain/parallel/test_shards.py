@@ -31,6 +31,7 @@ def name(c: Config) -> str:
 
 
 QUICK = [
+    config((2, 1, 1), save="residuals"),  # four layers in a loop
     config((4, 1, 1), 16, layers=2, scan_layers="off", dropout=0.2),
     config((2, 2, 1), layers=2, shape="llama untied", schedule="1f1b", save="inputs"),
     config((2, 2, 2), layers=2, schedule="zb_h1", sequence=True, dropout=0.2, separator=5, scan_layers="off"),
