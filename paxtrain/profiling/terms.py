@@ -21,6 +21,7 @@ from paxtrain.config.plan import (
     TRANSFER,
 )
 
+_THIS = "paxtrain"  # trainer, as plans name it
 # Parts of the breakdown (breakdown.py) that belong to each term.
 PARTS = {
     FORWARD: ("forward", "tensor/forward"),
@@ -50,6 +51,16 @@ _MENDS = {
 }
 
 
+def other_trainer(predicted: Mapping[str, Any]) -> str:
+    """Return the trainer whose seconds a plan predicts, if it is another one than this; else an empty text.
+
+    Args:
+        predicted: the plan's `predicted`, which may hold anything.
+    """
+    found = predicted.get("trainer", _THIS)
+    return found if isinstance(found, str) and found != _THIS else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepComparison:
     """A step as it was predicted and as it was measured.
@@ -61,6 +72,7 @@ class StepComparison:
         spread: standard error of the median of these steps, as a share of it.
         terms: for each term, predicted and measured seconds of a traced step by stage; empty if no step was traced or
             the plan has no terms.
+        trainer: another trainer, whose seconds were predicted; empty: this one's were.
     """
 
     predicted: float
@@ -68,6 +80,7 @@ class StepComparison:
     steps: int
     spread: float
     terms: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    trainer: str = ""
 
     def worst(self) -> str:
         """Return the term that is off by most seconds, as a mean over the stages; empty without terms."""
@@ -84,11 +97,14 @@ class StepComparison:
     def rows(self) -> list[tuple[str, str]]:
         """Return the table as rows of (label, figures)."""
         error = f"{self.predicted / self.measured - 1:+.0%}"
-        step = f"{self.predicted:.4g} s predicted, {self.measured:.4g} s measured ({error}), median of {self.steps}"
+        of = f" for {self.trainer}" if self.trainer else ""
+        step = f"{self.predicted:.4g} s predicted{of}, {self.measured:.4g} s measured ({error}), median of {self.steps}"
         rows = [("step", step)]
         for name, (a, b) in self.terms.items():
             between = f"; by stage {_each(a)} and {_each(b)}" if len(a) > 1 and name in (FORWARD, BACKWARD) else ""
             rows.append((name, f"{np.mean(a):.4f} s predicted, {np.mean(b):.4f} s measured{between}"))
+        if self.trainer:  # whose seconds say nothing of what is wrong here
+            return rows
         if worst := self.worst():
             rows.append(("most off", f"{worst}: {_MENDS[worst]}"))
         else:
@@ -137,4 +153,5 @@ def compare(
     median = float(np.median(steps))
     # 1.2533 sigma / sqrt(n), with sigma from the quartiles, which single slow steps do not move.
     sigma = float(np.subtract(*np.percentile(steps, [75, 25]))) / 1.349
-    return StepComparison(float(seconds), median, len(steps), 1.2533 * sigma / math.sqrt(len(steps)) / median, terms)
+    spread = 1.2533 * sigma / math.sqrt(len(steps)) / median
+    return StepComparison(float(seconds), median, len(steps), spread, terms, other_trainer(predicted))

@@ -99,6 +99,8 @@ class Run(PreparedRun):
             memory = max((step.memory_analysis() for step in self._steps.values()), key=_temporary_bytes)
             described = report.describe(self.trainer, memory, time.perf_counter() - began, self.ranks.chosen)
             self.say(table(described + self.data.describe()))
+            if other := terms.other_trainer(predicted or {}):
+                self.say(f"the plan's seconds are those of {other}; planner.plan without --trainer predicts this one's")
             stragglers = self._stragglers(names, advise) if self.config.run.stragglers else None
             anew = not self.config.checkpoint.resume or first == self.config.run.resume_step > 0
             loggers, settled = self.config.run.named_loggers, to_dict(self.config)

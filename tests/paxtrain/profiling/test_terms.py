@@ -61,6 +61,15 @@ def test_the_hosts_seconds_are_planned_if_an_earlier_run_measured_them():
         assert found.figures()["predicted_host"] == seconds
 
 
+def test_a_plan_for_another_trainer_is_compared_without_advice():
+    planned = {"step_seconds": 4.0, "terms": PLANNED, "trainer": "megatron-lm"}
+    rows = dict(compare(planned, [5.0], measured(backward=[3.0, 3.0])).rows())
+    assert rows["step"].startswith("4 s predicted for megatron-lm, 5 s measured")
+    assert "most off" not in rows
+    assert [terms.other_trainer({"trainer": x}) for x in ("paxtrain", "nanotron", 7, None)] == ["", "nanotron", "", ""]
+    assert terms.other_trainer({}) == ""
+
+
 def test_of_groups_the_median_step_is_compared_with_the_plans():
     """One of three steps waits for an exchange, so the mean is no step of theirs."""
     predicted = {"step_seconds": 6.0, "groups": {"median_step_seconds": 4.0}}
