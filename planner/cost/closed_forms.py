@@ -1,6 +1,6 @@
-"""Step times in closed form, as Pipette and AMP estimate them, for comparison with the simulator only.
+"""Seconds in closed form: of rings and of kernels that wait, and steps as Pipette and AMP estimate them.
 
-In all of them F and B are the seconds of one micro-batch on one stage, m counts micro-batches per pipeline, and D is
+The steps are for comparison with the simulator only. In all of them F and B are the seconds of one micro-batch on one stage, m counts micro-batches per pipeline, and D is
 the time of the gradients' all-reduce over the data axis. Inputs are arrays [batch, stage]; candidates with fewer stages
 than others of the batch have zeros after their last one.
 
@@ -9,9 +9,15 @@ References:
     AMP: Li et al., NeurIPS 2022, and its released code (DachengLi1/AMP).
 """
 
+from typing import Any
+
 import numpy as np
 
+from paxtrain.schedule.schedules import Numbers
+
 Array = np.ndarray
+_SHARPNESS = 4  # of `launched`
+EAGER = 8  # the same if a host launches each kernel: it runs ahead, or all wait for it
 
 
 def ring(size: Array | float, members: Array | int, bandwidth: Array | float) -> Array:
@@ -25,9 +31,22 @@ def ring(size: Array | float, members: Array | int, bandwidth: Array | float) ->
     return 2 * (members - 1) / np.maximum(members, 1) * size / bandwidth
 
 
-def all_reduce(members: int, size: float, alpha: float, bandwidth: float) -> float:
-    """Return the seconds of an all-reduce of `size` bytes over a ring whose messages take `alpha` seconds besides."""
-    return 2 * (members - 1) * alpha + float(ring(size, members, bandwidth))
+def all_reduce(members: int, size: Numbers, alpha: Numbers, bandwidth: Numbers) -> Any:
+    """Return the seconds of an all-reduce of `size` bytes over a ring; all but its members may be arrays."""
+    return 2 * (members - 1) * (alpha + size / (max(members, 1) * bandwidth))
+
+
+def launched(seconds: Numbers, launches: Numbers, sharpness: int = _SHARPNESS) -> Any:
+    """Return the seconds of kernels, some of which wait for their launch and others for memory.
+
+    That is the p-norm of the two sums; the arguments are numbers or arrays.
+
+    Args:
+        seconds: seconds of all kernels if their launch takes no time.
+        launches: seconds in which the host launches them.
+        sharpness: p; the larger, the nearer to the larger of the two.
+    """
+    return (seconds**sharpness + launches**sharpness) ** (1 / sharpness)
 
 
 def pipette(

@@ -19,11 +19,10 @@ from paxtrain.config.axes import TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts,
 from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
-from paxtrain.schedule.schedules import Numbers
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
 from planner.cluster.device_sheets import REACH, SHEETS, DeviceSheet
 from planner.cluster.products import UNKNOWN_SHAPES, ProductRates
-from planner.cost.closed_forms import all_reduce
+from planner.cost.closed_forms import EAGER, all_reduce, launched
 from planner.program.cache import layer_program
 from planner.program.layer_program import Bytes, LayerProgram, MatrixProduct, Work
 
@@ -32,8 +31,6 @@ LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
 # constants are fitted with these counts for GPT-2 and Llama, in whose compiled steps the passes are within 4% of them.
 # Those of other architectures are read from their programs.
 _ACTIVATION_PASSES = 22
-_SHARPNESS = 4  # of `launched`
-_EAGER = 8  # the same if a host launches each kernel: it runs ahead, or all wait for it
 ITEM = {"bfloat16": 2, "float32": 4}
 # Passes over [B, S, H] that splitting the backward adds: W makes norms and GELU again, B writes what W needs.
 _SPLIT_PASSES = {"weights": 12, "input": 18}
@@ -92,23 +89,21 @@ class LayerCosts:
     chunk: float = 0.0
 
 
-def launched(seconds: Numbers, launches: Numbers, sharpness: int = _SHARPNESS) -> Any:
-    """Return the seconds of kernels, some of which wait for their launch and others for memory.
-
-    That is the p-norm of the two sums; the arguments are numbers or arrays.
-
-    Args:
-        seconds: seconds of all kernels if their launch takes no time.
-        launches: seconds in which the host launches them.
-        sharpness: p; the larger, the nearer to the larger of the two.
-    """
-    return (seconds**sharpness + launches**sharpness) ** (1 / sharpness)
-
-
 @functools.lru_cache(maxsize=4096)
-def _seconds(rates: ProductRates, products: tuple[MatrixProduct, ...], micro_batch: int) -> float:
-    """Return the seconds of products, one after another."""
+def _at_rates(rates: ProductRates, products: tuple[MatrixProduct, ...], micro_batch: int) -> float:
     return sum(one.times * rates.seconds(*one.sizes(micro_batch)) for one in products)
+
+
+def _seconds(rates: ProductRates, products: tuple[MatrixProduct, ...], micro_batch: int) -> Any:
+    """Return the seconds of products, one after another; the rates may be arrays, of which many are equal."""
+    if not isinstance(rates.flops, np.ndarray):
+        return _at_rates(rates, products, micro_batch)
+    each = list(zip(rates.flops.tolist(), rates.memory.tolist()))
+    known = {
+        one: _at_rates(dataclasses.replace(rates, flops=one[0], memory=one[1]), products, micro_batch)
+        for one in dict.fromkeys(each)
+    }
+    return np.array([known[one] for one in each])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -206,11 +201,12 @@ class _Layer:
         traffic = self.shares.scores * scores * self.rates.item / self.rates.memory
         return times * stored + passes * traffic
 
-    def exchanged(self, work: Work, under: float = 0.0) -> float:
+    def exchanged(self, work: Work, under: Any = 0.0) -> Any:
         """Return the seconds of collectives, each on the links of the axes that it runs over, which lie inside hosts.
 
         An all-reduce over a ring is a reduce-scatter and an all-gather, which take half of it each (Korthikanti et al.
-        2022), as an all-to-all does. Messages to a neighbour lie under attention, of `under` seconds."""
+        2022), as an all-to-all does. Messages to a neighbour lie under attention, of `under` seconds.
+        """
         total = hops = 0.0
         for one in work.collectives:
             members = math.prod(self.mesh.get(axis, 1) for axis in one.axes)
@@ -220,12 +216,12 @@ class _Layer:
                 hops += one.times * (self.inside[0] + size / self.inside[1])
             else:
                 total += one.times * (whole if one.kind == "all-reduce" else whole / 2)
-        return total + max(hops - under, 0.0)
+        return total + np.maximum(hops - under, 0.0)
 
     def launched(self, busy: float, launches: float, exchanged: float) -> float:
         """Return the seconds of kernels and collectives; the latter lie under launches if a host runs ahead of both."""
         if self.shares.eager:
-            return launched(busy + exchanged, launches, _EAGER)
+            return launched(busy + exchanged, launches, EAGER)
         return launched(busy, launches) + exchanged
 
     def again(self, save: str) -> float:
@@ -277,6 +273,8 @@ def sheet(
         inside: latency in seconds and bytes/s of a link inside a host.
         shares: shares of the data sheet that the device reaches.
         sequence_parallel: MeshConfig.sequence_parallel.
+
+    Numbers of `inside` and `shares` may be arrays of equal length, and then the costs are.
     """
     item = ITEM[model.dtype]
     tokens, h = micro_batch * model.sequence // sequence_parts(mesh), model.hidden

@@ -321,8 +321,9 @@ class Sensitivity:
         self.slots, self.size = self.steps.slots, parameters.size
         self.index = parameters.index(trials, self.slots)
         self.typical = np.array([c.typical for c in CONSTANTS])
-        # Constants that only a stalled run knows change nothing here.
-        self.moved = np.array([i for i in range(self.index.shape[1]) if i != NAMES.index("stall_seconds")])
+        # Constants that only a stalled run knows change nothing here, nor do speeds and factors that no run has.
+        used = (self.index < self.size).any(axis=0)
+        self.moved = np.array([i for i in np.flatnonzero(used) if i != NAMES.index("stall_seconds")], int)
         self._at: Array | None = None
 
     def __call__(self, values: Array) -> tuple[Array, Array]:

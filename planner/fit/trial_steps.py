@@ -10,7 +10,6 @@ their trainers: attention may keep its scores in memory, and gradients may be re
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +18,12 @@ import numpy as np
 from paxtrain.devices import gpus
 from paxtrain.devices.datasheets import UNKNOWN, UNKNOWN_HOST, datasheet
 from paxtrain.schedule.schedules import spec_of
-from planner.cluster.cluster import Cluster, Shares, merged
+from planner.cluster.cluster import Cluster, merged
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cost import closed_forms, compute
 from planner.cost.candidate import Candidate
 from planner.cost.compute import LayerCosts
-from planner.cost.link_seconds import Paths, fabric, paths
+from planner.cost.link_seconds import Fabric, Paths, fabric, paths, stacked
 from planner.cost.simulate import sharded_step
 from planner.cost.sizes import MASTER
 from planner.cost.step_time import Executor, Problem, counted, steps
@@ -172,11 +171,11 @@ class _TrialRun:
         # Runs with equal keys have the same links, the same paths, and the same costs.
         nodes = (trial.devices_per_host, trial.device_kinds, trial.host_bytes, trial.intra_bytes, trial.host_nics)
         where = (*nodes, self.together)
-        self.keys = (
+        self.keys: tuple[Any, Any, Any] = (
             ("links", *where),
             ("paths", *where, trial.tp, trial.dp, trial.pp, trial.placement),
             (
-                *("costs", *where, trial.model, trial.tp, trial.micro_batch, self.candidate.save),
+                *("costs", *self.kinds, trial.model, trial.tp, trial.micro_batch, self.candidate.save),
                 *(self.crosses, self.sequence_parallel, trial.trainer, trial.precision),
             ),
         )
@@ -201,6 +200,10 @@ class TrialSteps:
         self.own, self.replay = method == EXECUTORS["paxtrain"], REPLAYS[method]
         self.slots = max((len(kinds(trial)) for trial in trials), default=1)
         self.runs = [_TrialRun(trial, self.own) for trial in trials]
+        numbered: dict[Any, int] = {}  # numbers are quicker to compare
+        for run in self.runs:
+            links, where, costs = (numbered.setdefault(key, len(numbered)) for key in run.keys)
+            run.keys = links, where, costs
 
     def seconds(self, constants: Array, speed: Array, factor: Array) -> Array:
         """Return the predicted seconds of a step [B, trials].
@@ -272,48 +275,60 @@ class _Settings:
         within = values["intra_efficiency"] * float(np.diagonal(run.cluster.samples[0]).min())
         return latency, max(min(alone, within), rate)
 
+    def _links(self, run: _TrialRun) -> tuple[Fabric, Array]:
+        """Return the links of a run in all settings that differ in them, stacked, and which each setting has."""
+
+        def make() -> tuple[Fabric, Array]:
+            each = [self.cluster(run, setting) for setting in range(len(self.values))]
+            different = {id(one): one for one in each}
+            place = {one: n for n, one in enumerate(different)}
+            return stacked([fabric(one) for one in different.values()]), np.array([place[id(one)] for one in each])
+
+        return self._once(("fabric", run.keys[0], self.key), make)
+
     def layer(self, run: _TrialRun, stored_scores: bool, eager: bool) -> list[LayerCosts]:
         """Return a layer's costs on each device kind of a run, in each setting in turn."""
-        t, c = run.trial, run.candidate
+        t, c, speeds = run.trial, run.candidate, self.speed[:, run.slots]
 
-        def shares(values: Mapping[str, float], speed: float) -> Shares:
-            found = fitted_shares(values, speed, stored_scores, eager)
-            launch = found.layer_launch + run.crosses * t.tp * values["crossing_launch"]
-            return dataclasses.replace(found, matmul=found.matmul * _GAINS.get(t.precision, 1.0), layer_launch=launch)
+        def links() -> Array:  # latency and rate [2, settings, kinds]
+            each = [[self._inside(run, n, kind) for kind in run.kinds] for n in range(len(self.values))]
+            return np.moveaxis(np.array(each), 2, 0)
 
-        def of(setting: int, kind: str, speed: float) -> LayerCosts:
-            cluster, values = self.cluster(run, setting), self.values[setting]
-            inside = self._once(("inside", id(cluster), kind), lambda: self._inside(run, setting, kind))
-            which = ("shares", self.key, setting, speed, stored_scores, eager, t.precision, run.crosses * t.tp)
-            share = self._once(which, lambda: shares(values, speed))
-            how = (t.model, cluster.sheets[kind], c.layer_sizes, t.micro_batch, c.save, inside, share)
-            return self._once((*how, run.sequence_parallel), lambda: compute.sheet(*how, run.sequence_parallel))
+        inside = self._once(("inside", run.keys[0], self.key), links)
 
         def make() -> list[LayerCosts]:
-            known: dict[tuple[float, ...], list[LayerCosts]] = {}
-            found = []
-            for i, speeds in enumerate(self.speed[:, run.slots].tolist()):
-                alike = (*self.of_layers[i], *speeds)
-                if alike not in known:
-                    known[alike] = [of(i, kind, speed) for kind, speed in zip(run.kinds, speeds)]
-                found += known[alike]
-            return found
+            different: dict[tuple[float, ...], int] = {}
+            place, first = [], []
+            for n, (of, speed) in enumerate(zip(self.of_layers, speeds.tolist())):
+                place.append(different.setdefault((*of, *speed), len(different)))
+                if place[-1] == len(first):
+                    first.append(n)
+            by_name = {name: np.array([self.values[n][name] for n in first]) for name in NAMES}
+            costs = []
+            for slot, kind in enumerate(run.kinds):
+                shares = fitted_shares(by_name, speeds[first, slot], stored_scores, eager)
+                launch = shares.layer_launch + run.crosses * t.tp * by_name["crossing_launch"]
+                matmul = shares.matmul * _GAINS.get(t.precision, 1.0)
+                shares = dataclasses.replace(shares, matmul=matmul, layer_launch=launch)
+                how = (c.layer_sizes, t.micro_batch, c.save, tuple(inside[:, first, slot]), shares)
+                found = compute.sheet(t.model, run.cluster.sheets[kind], *how, run.sequence_parallel)
+                each = [getattr(found, field.name).tolist() for field in dataclasses.fields(LayerCosts)]
+                costs.append([LayerCosts(*values) for values in zip(*each)])
+            return [of_kind[n] for n in place for of_kind in costs]
 
-        return self._once((run.keys[2], self.key, self.speed.tobytes()), make)
+        return self._once((run.keys[2], self.key, speeds.tobytes(), inside.tobytes()), make)
 
     def paths(self, run: _TrialRun, own: bool) -> Paths:
         """Return the paths of a run in each setting, whose bytes count as often as the ratios say."""
 
-        def of(setting: int) -> tuple[tuple, Paths]:
-            cluster, t = self.cluster(run, setting), run.trial
-            key = run.keys[1], id(cluster)
-            return key, self._once(key, lambda: paths(fabric(cluster), run.hosts[None], t.tp))
+        def along() -> Paths:
+            links, of = self._links(run)
+            different = int(of.max()) + 1
+            starts = np.arange(different) * (len(links.alpha) // different)
+            return paths(links, run.hosts[None] + starts[:, None, None], run.trial.tp).take(of)
 
         def make() -> Paths:
-            each = [of(setting) for setting in range(len(self.values))]
-            place = {key: n for n, key in enumerate(dict.fromkeys(key for key, _ in each))}
-            found = functools.reduce(Paths.join, dict(each).values())
-            found = found.take(np.array([place[key] for key, _ in each]))
+            found = self._once((run.keys[1], self.key), along)
             # Other systems exchange the whole table, not a data rank's float32 part.
             whole = 1.0 if own else run.trial.dp * run.trial.element_bytes / MASTER
 
