@@ -169,7 +169,7 @@ HEADS = (
     "placed",
 )
 STATES = {"none": "replicated optimizer state", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "weights": "ZeRO-3"}
-WORDS = (1, 3, 4, 6, 7, 12)  # columns of words, which are left-aligned
+WORDS = (1, 3, 4, 5, 6, 7, 12)  # columns of words, which are left-aligned
 
 
 def table(report: Report) -> list[list[str]]:
@@ -185,7 +185,7 @@ def table(report: Report) -> list[list[str]]:
                 schedule(c),
                 c.save,
                 c.shard,
-                stage_layers(c.counts, 12),
+                stage_layers(c.counts, _LAYERS),
                 compression(c),
                 step(report, found),
                 f"±{100 * max(sure.high / found.seconds - 1, 1 - sure.low / found.seconds):.0f}%" if sure else "",
@@ -262,6 +262,7 @@ def reached_words(cluster: Cluster) -> str:
     return f"; links reach {shares} of their nominal rates, as in published runs" if shares else ""
 
 
+_LAYERS = 12  # characters of the column of layers
 _TOLD = 3  # plans beside which the chosen one is told
 _CLASSES = {"inside": "inside hosts", "between": "between hosts"}
 _PLACED = {
@@ -277,11 +278,18 @@ _PLACED = {
 def terms(report: Report) -> list[str]:
     """Return what the columns mean whose heads do not say it."""
     sources = {found.placement.source for found in report.outcome.ranked}
-    some = any(found.candidate.backward_links or found.candidate.forward_links for found in report.outcome.ranked)
+    candidates = [found.candidate for found in report.outcome.ranked]
+    some = any(c.backward_links or c.forward_links for c in candidates)
+    seq = "d x p x t seq: tensor splits the sequence, too (mesh.sequence_parallel)"
+    between = "schedule 1f1b:6: 1f1b with pipeline.in_flight=6"
+    layers = "layers 5x2,4: two virtual stages with 5 layers, then one with 4"
     memory = "by a formula (the closed form) that counts what the program allocates"
     if report.oracle:
         memory = f"of the plans that were compiled by the compiler, of the others {memory}"
     return [
+        *[seq] * any(c.sequence_parallel for c in candidates),
+        *[between] * any(":" in c.schedule for c in candidates),
+        *[layers] * any("x" in stage_layers(c.counts, _LAYERS) for c in candidates),
         *(
             ["80%: how much longer or shorter the step is, at most, with a probability of 80%"]
             if report.outlooks
