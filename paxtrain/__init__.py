@@ -1,4 +1,9 @@
-"""paxtrain: language models trained over a (data, pipe, tensor) mesh.
+"""paxtrain: language models trained over a (data, pipe, tensor) mesh. It imports compress, never planner.
+
+From the outside in: run/ has the loop around a step, outer/ steps of groups that train apart, parallel/ the step,
+pipeline/ what a stage does in it and schedule/ in which order, model/ and architectures/ a layer. data/ and config/
+are what goes in, profiling/, xla/ and study/ tell what came of it, process/ is this process among others, and
+devices/ the data sheets.
 
 Programs lie directly in this package (`python -m paxtrain.train`) or are a subpackage's own (huggingface, study,
 testing). Beside them are what all programs start with (cli.py, command_line.py, flags.py) and what every subpackage may

@@ -233,11 +233,17 @@ def shipped_names(kind: str, suffix: str) -> list[str]:
     )
 
 
+def shipped_models() -> list[str]:
+    """Return the names of the shipped folders with a model's config.json."""
+    return sorted(path.parent.name for path in (shipped_folder() / "models").glob("*/config.json"))
+
+
 def find(name: str, kind: str = "", suffix: str = ".py") -> str:
     """Return the path of a shipped file by its bare name; a path comes back unchanged, a folder's as its config.json.
 
     Args:
-        name: bare name such as "gpt_8b", or a path: any name with a folder or a suffix, or of an existing file.
+        name: bare name such as "gpt_8b" or "Qwen3-8B", or a path: any name with a folder or a suffix, or of an existing
+            file.
         kind: folder in `configs`; "" for the configurations themselves.
         suffix: ".py" or ".json".
 
@@ -249,9 +255,11 @@ def find(name: str, kind: str = "", suffix: str = ".py") -> str:
         raise UserError(f"there is no file of a name of {len(name)} characters, {name[:40]!r}...; name a shorter path")
     if name and not kind and (path / "config.json").exists():
         return str(path / "config.json")
+    if not kind and not path.exists() and name in shipped_models():
+        return str(shipped_folder() / "models" / name / "config.json")
     if not name or path.suffix or len(path.parts) > 1 or path.exists():
         return name
-    known = shipped_names(kind, suffix)
+    known = [*shipped_names(kind, suffix), *(() if kind else shipped_models())]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3)
         first = f"did you mean {' or '.join(close)}? " if close else ""

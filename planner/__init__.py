@@ -1,5 +1,10 @@
 """The planner measures a cluster, predicts the time and memory of training on it, places the ranks, and picks a plan.
 
+It imports paxtrain and compress, which do not import it. cluster/ is what measure/, given/ and traced/ make. A plan
+comes from planning/: search/ takes the best of all candidates, by seconds (cost/, on pipeline/ and program/), bytes
+(memory/) and hosts (placement/). report/ and answers/ tell it, export/ hands it to others' trainers, start/ and jobs/
+run it, and runs/ and fit/ learn from what was measured.
+
 The mains lie directly in this package (`python -m planner.plan`) or are a room's own (`python -m planner.export`,
 `python -m planner.memory`); everything else lives in rooms. The names below are the interface for programs that import
 planner. Each is loaded when it is first used.

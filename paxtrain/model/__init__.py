@@ -10,7 +10,7 @@ decoder.py            parts that decoders of Llama's kind share
 rotary.py             angles of rotary positions, and their scalings
 pointwise.py          norms and activations, which keep little for their backward
 tensor_parallel.py    products with split kernels, and the collectives of a layer and the embedding over tensor
-fragments.py          the fragments in which groups that train apart exchange the layers
+fragments.py          the number of the fragment that each layer is in, for groups that train apart (outer/)
 cross_entropy.py      the head's loss and its gradients, without the logits of all tokens
 
 The names below are the parts of a layer. Importing this package, a table or an architecture does not import jax; each

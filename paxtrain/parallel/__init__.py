@@ -1,6 +1,6 @@
 """The parallel training step: mesh, layout of the parameters, gradients over data, compression, optimizer.
 
-step.py                      Trainer: the compiled functions of one configuration on one mesh
+step.py                      Trainer: the compiled functions of one configuration on one mesh; clipping
 mesh.py layout.py            devices by axes; how parameters lie on them
 weights.py                   the weights' gather over data, before the pipeline
 reduction.py                 when a stage reduces which of its gradients over data
@@ -9,6 +9,6 @@ embedding.py                 the codec of the embedding's gradients
 compression/                 codecs of the links, reducer, their checks
 ranks.py                     ranks of the stages over data
 stage_choice.py              the stages to compress, from measured times
-optimizer.py muon.py         the update
+optimizer.py muon.py         the update; learning rates
 compiler_options.py          XLA's options for the step
 """

@@ -23,6 +23,7 @@ def test_a_name_is_the_shipped_file_from_any_folder(tmp_path, monkeypatch):
     assert load_config("gpt_8b") == load_config(str(shipped_folder() / "gpt_8b.py"))
     assert load_config("gpt_8b").model.layers == 72
     assert find("h100_16x8", "clusters", ".json") == str(shipped_folder() / "clusters" / "h100_16x8.json")
+    assert find("Qwen3-8B") == str(shipped_folder() / "models" / "Qwen3-8B" / "config.json")
 
 
 def test_a_file_comes_before_a_shipped_one_of_its_name(tmp_path, monkeypatch):
