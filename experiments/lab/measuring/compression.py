@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from configs import gpt_8b
 from experiments.hosts import scenario as scenarios
 from experiments.hosts.scenario import Scenario
 from experiments.lab.laboratory import Bench, Lab, summary
 from experiments.lab.models import Split
 from experiments.lab.records import Records
 from paxtrain.config import ModelConfig
+from paxtrain.config.load import load_config
 from planner.cluster.cluster import Cluster, between
 from planner.cost.candidate import Candidate, host_order
 from planner.cost.link_seconds import fabric
@@ -91,7 +91,7 @@ def _share(cluster: Cluster, model: ModelConfig, candidate: Candidate) -> float:
 
 def paper_setting() -> tuple[Cluster, ModelConfig, Candidate]:
     """Return the setting of Optimus-CC: 8.3B parameters on 128 A100s."""
-    model = ModelConfig(**gpt_8b.get_config().model.to_dict())
+    model = load_config("gpt_8b").model
     candidate = Candidate(4, 4, 8, 8, 16, "1f1b", (model.layers // 4,) * 4, save="layer_inputs", shard="none")
     return Cluster.load(scenarios.ROOT / "configs/clusters/a100_16x8_measured.json"), model, candidate
 
