@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ _HUGE = 1e100  # above all constants
 
 
 def fitted_shares(
-    values: Mapping[str, float], speed: float = 1.0, stored_scores: bool = False, eager: bool = False
+    values: Mapping[str, Any], speed: Any = 1.0, stored_scores: bool = False, eager: bool = False
 ) -> Shares:
     """Return fitted shares of data sheets.
 

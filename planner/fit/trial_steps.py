@@ -298,7 +298,7 @@ class _Settings:
 
         def make() -> list[LayerCosts]:
             different: dict[tuple[float, ...], int] = {}
-            place, first = [], []
+            place, first = list[int](), list[int]()
             for n, (of, speed) in enumerate(zip(self.of_layers, speeds.tolist())):
                 place.append(different.setdefault((*of, *speed), len(different)))
                 if place[-1] == len(first):
@@ -307,7 +307,7 @@ class _Settings:
             costs = []
             for slot, kind in enumerate(run.kinds):
                 shares = fitted_shares(by_name, speeds[first, slot], stored_scores, eager)
-                launch = shares.layer_launch + run.crosses * t.tp * by_name["crossing_launch"]
+                launch: Any = shares.layer_launch + run.crosses * t.tp * by_name["crossing_launch"]
                 matmul = shares.matmul * _GAINS.get(t.precision, 1.0)
                 shares = dataclasses.replace(shares, matmul=matmul, layer_launch=launch)
                 how = (c.layer_sizes, t.micro_batch, c.save, tuple(inside[:, first, slot]), shares)
