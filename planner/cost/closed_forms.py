@@ -1,8 +1,8 @@
 """Seconds in closed form: of rings and of kernels that wait, and steps as Pipette and AMP estimate them.
 
-The steps are for comparison with the simulator only. In all of them F and B are the seconds of one micro-batch on one stage, m counts micro-batches per pipeline, and D is
-the time of the gradients' all-reduce over the data axis. Inputs are arrays [batch, stage]; candidates with fewer stages
-than others of the batch have zeros after their last one.
+The steps are for comparison with the simulator only. In all of them F and B are the seconds of one micro-batch on one
+stage, m counts micro-batches per pipeline, and D is the time of the gradients' all-reduce over the data axis. Inputs
+are arrays [batch, stage]; candidates with fewer stages than others of the batch have zeros after their last one.
 
 References:
     Pipette: Yim et al., DATE 2024, and its released code (yimjinkyu1/date2024_pipette).

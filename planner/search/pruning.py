@@ -329,9 +329,15 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     gather = np.where(space.zero1, latency + held * item(model) * share, 0.0)
     if facts.coded.weights is not None:
         gather = np.zeros_like(gather)
-    # With each micro-batch, under nothing or all of its compute, if sums are in shards.
-    once, weights = space.shard < SHARDS.index("gradients"), space.shard < SHARDS.index("weights")
-    over = np.where(d > 1, reduce * once + gather * weights, 0.0)
+    # Sums in shards are reduced with each micro-batch, see data_axis.shards. Of a pipeline's nothing is known here.
+    once, whole = space.shard < SHARDS.index("gradients"), space.shard < SHARDS.index("weights")
+    one = held / space.slots
+    taken, left = ~whole * (latency + one * item(model) * share), reduced(one)
+    under = [facts.costs[name] if cluster.overlaps else 0.0 for name in ("forward", "backward")]
+    waits = taken + left * cluster.overlaps + (space.slots - 1) * np.maximum(taken - under[0], 0.0)
+    waits = waits + space.slots * np.maximum(taken + left - under[1], 0.0)
+    often = np.where((space.pipe == 1) & ~once, space.micro_batches * waits, 0.0)
+    over = np.where(d > 1, reduce * once + gather * whole + often, 0.0)
     edge = np.where((d > 1) & once, reduced(table), 0.0)
     tied = model.tied_head & ~_meets(space)
     if facts.coded.embedding is not None:
