@@ -11,7 +11,12 @@ References:
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 # Rows and columns of a tile, and its speed for its operations: a smaller tile reads its operands more often.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 64, 0.75))
@@ -24,7 +29,7 @@ UNKNOWN_SHAPES = 0.88
 
 @dataclasses.dataclass(frozen=True)
 class ProductRates:
-    """Rates at which a device computes matrix products.
+    """Rates at which a device computes matrix products; FLOP/s and memory may be arrays of many settings.
 
     Attributes:
         flops: FLOP/s that the largest products reach.
@@ -37,6 +42,18 @@ class ProductRates:
     memory: float
     sms: int
     item: int
+
+    @functools.cached_property
+    def _different(self) -> tuple[list["ProductRates"], np.ndarray]:
+        rates, which = np.unique(np.stack([self.flops, self.memory]), axis=1, return_inverse=True)
+        return [dataclasses.replace(self, flops=f, memory=m) for f, m in rates.T.tolist()], which.reshape(-1)
+
+    def each(self, seconds: Callable[["ProductRates"], float]) -> Any:
+        """Return what a function of rates says of these; of arrays an array, each different rates being asked once."""
+        if not isinstance(self.flops, np.ndarray):
+            return seconds(self)
+        different, which = self._different
+        return np.array([seconds(one) for one in different])[which]
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Return the seconds of `batch` products of [M, K] and [K, N].

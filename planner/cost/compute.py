@@ -95,15 +95,8 @@ def _at_rates(rates: ProductRates, products: tuple[MatrixProduct, ...], micro_ba
 
 
 def _seconds(rates: ProductRates, products: tuple[MatrixProduct, ...], micro_batch: int) -> Any:
-    """Return the seconds of products, one after another; the rates may be arrays, of which many are equal."""
-    if not isinstance(rates.flops, np.ndarray):
-        return _at_rates(rates, products, micro_batch)
-    each = list(zip(rates.flops.tolist(), rates.memory.tolist()))
-    known = {
-        one: _at_rates(dataclasses.replace(rates, flops=one[0], memory=one[1]), products, micro_batch)
-        for one in dict.fromkeys(each)
-    }
-    return np.array([known[one] for one in each])
+    """Return the seconds of products, one after another."""
+    return rates.each(lambda one: _at_rates(one, products, micro_batch))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -262,7 +255,7 @@ def sheet(
     """Return the data sheet's costs.
 
     The products and the collectives of F and B are read from the layer's program. Flash attention leaves out what is
-    masked.
+    masked. If numbers of `inside` and `shares` are arrays, the costs are.
 
     Args:
         model: model to train.
@@ -273,8 +266,6 @@ def sheet(
         inside: latency in seconds and bytes/s of a link inside a host.
         shares: shares of the data sheet that the device reaches.
         sequence_parallel: MeshConfig.sequence_parallel.
-
-    Numbers of `inside` and `shares` may be arrays of equal length, and then the costs are.
     """
     item = ITEM[model.dtype]
     tokens, h = micro_batch * model.sequence // sequence_parts(mesh), model.hidden

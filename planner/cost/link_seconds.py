@@ -15,7 +15,6 @@ messages use all links of a host at once.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,20 +93,6 @@ def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None =
     alpha = np.ascontiguousarray(cluster.alpha)
     shared = cluster.trunks, cluster.rails, cluster.devices_per_host
     return Fabric(alpha, 1 / bandwidth, cluster.nics, cluster.fan_out, cluster.overlaps, *shared)
-
-
-def stacked(some: Sequence[Fabric]) -> Fabric:
-    """Return clusters of equal size as one, without links between them: the hosts of one follow those of another.
-
-    Args:
-        some: their links, without trunks or rails.
-    """
-    count = len(some[0].alpha)
-    alpha, per_byte = np.zeros((2, len(some) * count, len(some) * count))
-    for n, one in enumerate(some):
-        own = slice(n * count, (n + 1) * count)
-        alpha[own, own], per_byte[own, own] = one.alpha, one.per_byte
-    return dataclasses.replace(some[0], alpha=alpha, per_byte=per_byte)
 
 
 def _counted(hosts: Array, crossing: Array, size: int, count: int) -> tuple[Array, Array]:

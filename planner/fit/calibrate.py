@@ -15,7 +15,7 @@ import collections
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 from planner.fit import constants, memory, stalls, trial_steps
 from planner.fit.calibration import (
@@ -46,8 +46,7 @@ _LEFT_OUT, _FEWEST = 3, 10  # models that are left out in turn at most, and runs
 _BETWEEN = 0.5  # spread of a constant among the owners of a file, over its spread among all
 _KNOWN = 0.3  # the same of a constant that its trainer is known for
 _OUTLIER = 3.0  # times the noise
-_TOLERANCE = 1e-4  # of the cost, below which a step is none
-_DAMPING, _LESS, _MORE = 1e-3, 0.1, 10.0  # at first, and its factors after good steps and after bad ones
+_TOLERANCE = 1e-4
 _EVALUATIONS = 60  # of a round
 _MOST = 600  # rows that constants are fitted to; more say little more, and take their time
 _WAITS = NAMES.index("stall_seconds")
@@ -218,50 +217,27 @@ class _LeastSquares:
             if i:
                 self.estimate_stalls(values)
                 self.estimate_spreads(values)
-            values = self._descend(values)
+            values = optimize.least_squares(
+                self.residuals,
+                values,
+                self.jacobian,
+                bounds=(self.low, self.high),
+                loss=self.loss,
+                xtol=_TOLERANCE,
+                ftol=_TOLERANCE,
+                max_nfev=_EVALUATIONS,
+            ).x
         return values
 
-    def _descend(self, values: Array) -> Array:
-        """Return the values of least cost with the estimates of this round: Levenberg and Marquardt within bounds.
-
-        A value at an end of its range stays there while the cost falls beyond it.
-        """
-        damping, rows = _DAMPING, 2 * len(self.measured)
-        residuals, slopes = self.residuals(values), self.jacobian(values)
-        for _ in range(_EVALUATIONS):
-            pull = np.ones(len(residuals))
-            pull[:rows] = (1 + residuals[:rows] ** 2 / _OUTLIER**2) ** -0.5  # of outliers, by their distance
-            gradient, curvature = slopes.T @ (pull * residuals), slopes.T @ (pull[:, None] * slopes)
-            free = ~((values <= self.low) & (gradient > 0) | (values >= self.high) & (gradient < 0))
-            step = self._step(values, gradient, curvature + damping * np.diag(np.diag(curvature)), free)
-            cost, expected = self._cost(residuals), -gradient @ step - step @ curvature @ step / 2
-            if expected <= _TOLERANCE * cost:
-                break
-            there = np.clip(values + step, self.low, self.high)
-            found = self.residuals(there)
-            gain = cost - self._cost(found)
-            if gain > 0:
-                values, residuals, slopes = there, found, self.jacobian(there)
-            damping *= _LESS if gain > 0.5 * expected else _MORE if gain < 0.1 * expected else 1.0
-        return values
-
-    def _step(self, values: Array, gradient: Array, curvature: Array, free: Array) -> Array:
-        """Return the best step of some values by a quadratic model; those that would leave their ranges end there."""
-        step, free = np.zeros(len(values)), free.copy()
-        while free.any():
-            pull = gradient + curvature[:, ~free] @ step[~free]
-            step[free] = -np.linalg.solve(curvature[np.ix_(free, free)], pull[free])
-            beyond = free & ((values + step < self.low) | (values + step > self.high))
-            if not beyond.any():
-                break
-            step[beyond] = np.clip(values + step, self.low, self.high)[beyond] - values[beyond]
-            free &= ~beyond
-        return step
-
-    def _cost(self, residuals: Array) -> float:
-        """Return half of the sum of squares; beyond _OUTLIER, measurements count by their distance (pseudo-Huber)."""
-        data, priors = np.split(residuals, [2 * len(self.measured)])
-        return float(_OUTLIER**2 * (np.sqrt(1 + data**2 / _OUTLIER**2) - 1).sum() + priors @ priors / 2)
+    def loss(self, squares: Array) -> Array:
+        """Return the loss and its two derivatives for scipy: pseudo-Huber for measurements, squares for priors."""
+        rows = np.arange(len(squares)) < 2 * len(self.measured)
+        root = np.sqrt(1 + squares / _OUTLIER**2)
+        return np.where(
+            rows,
+            [2 * _OUTLIER**2 * (root - 1), 1 / root, -1 / (2 * _OUTLIER**2 * root**3)],
+            [squares, np.ones_like(squares), np.zeros_like(squares)],
+        )
 
 
 def _other_model(problem: _LeastSquares, known: Sequence[Trial], method: str, values: Array) -> float:

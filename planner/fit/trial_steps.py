@@ -23,7 +23,7 @@ from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cost import closed_forms, compute
 from planner.cost.candidate import Candidate
 from planner.cost.compute import LayerCosts
-from planner.cost.link_seconds import Fabric, Paths, fabric, paths, stacked
+from planner.cost.link_seconds import Fabric, Paths, fabric, paths
 from planner.cost.simulate import sharded_step
 from planner.cost.sizes import MASTER
 from planner.cost.step_time import Executor, Problem, counted, steps
@@ -282,7 +282,7 @@ class _Settings:
             each = [self.cluster(run, setting) for setting in range(len(self.values))]
             different = {id(one): one for one in each}
             place = {one: n for n, one in enumerate(different)}
-            return stacked([fabric(one) for one in different.values()]), np.array([place[id(one)] for one in each])
+            return _stacked([fabric(one) for one in different.values()]), np.array([place[id(one)] for one in each])
 
         return self._once(("fabric", run.keys[0], self.key), make)
 
@@ -354,3 +354,17 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
         return costs
     names = ("forward", "backward", "backward_input", "backward_weights")
     return dataclasses.replace(costs, **{name: factor * getattr(costs, name) for name in names})
+
+
+def _stacked(some: Sequence[Fabric]) -> Fabric:
+    """Return clusters of equal size as one, without links between them: the hosts of one follow those of another.
+
+    Args:
+        some: their links, without trunks or rails.
+    """
+    count = len(some[0].alpha)
+    alpha, per_byte = np.zeros((2, len(some) * count, len(some) * count))
+    for n, one in enumerate(some):
+        own = slice(n * count, (n + 1) * count)
+        alpha[own, own], per_byte[own, own] = one.alpha, one.per_byte
+    return dataclasses.replace(some[0], alpha=alpha, per_byte=per_byte)
