@@ -93,13 +93,15 @@ finish() {
 rm -rf .venv
 newer=$(newer_python)
 version= downloads=
-if [[ -n $newer ]]; then
-  version=$("$newer" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+[[ -z $newer ]] || version=$("$newer" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+# Make the environment of the newer Python, if there is one, beside what follows; `downloads` is the process to wait for.
+start_downloads() {
+  [[ -n $newer ]] || return 0
   rm -rf ".venv-$version"
-  # Its environment is made beside the first tests.
   make ".venv-$version/dev.txt" PYTHON="$newer" VENV=".venv-$version" &
   downloads=$!
-fi
+}
 
 # Run a command in the environment of the newer Python, or say that there is none.
 on_newer() {
