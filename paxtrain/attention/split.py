@@ -26,10 +26,10 @@ from jax.ad_checkpoint import checkpoint_name
 from paxtrain.attention import blocks
 from paxtrain.attention.blocks import Marks, Rule, Seen
 
-_Pair = tuple[jax.Array, jax.Array]  # keys and values, or their gradients
+_KeysValues = tuple[jax.Array, jax.Array]  # keys and values, or their gradients
 
 
-class Exchange(NamedTuple):
+class KeyExchange(NamedTuple):
     """The way in which devices see each other's tokens.
 
     Attributes:
@@ -93,7 +93,7 @@ def attend(
     v: jax.Array,
     starts: jax.Array | None,
     window: jax.Array | None,
-    exchange: Exchange,
+    exchange: KeyExchange,
     rule: Rule,
 ) -> jax.Array:
     """Return causal attention of a device's tokens to all tokens, [B, S / n, N, D].
@@ -116,14 +116,14 @@ def _forward(
     v: jax.Array,
     starts: jax.Array | None,
     window: jax.Array | None,
-    exchange: Exchange,
+    exchange: KeyExchange,
     rule: Rule,
 ) -> tuple[jax.Array, tuple]:
     """Return attention, and what its backward needs."""
-    own = _Blocks(q, starts, window, exchange.axis)
+    own = _SharedBlocks(q, starts, window, exchange.axis)
     out, sums = blocks.forward(q, k, v, own.diagonal, rule)
 
-    def turn(distance: Any, pair: _Pair, found: tuple) -> tuple:
+    def turn(distance: Any, pair: _KeysValues, found: tuple) -> tuple:
         keys, values = own.keys(pair, distance)
         first, second = _cut(blocks.forward(own.queries(q, distance), keys, values, own.seen(distance), rule))
         early, late = found
@@ -138,12 +138,12 @@ def _forward(
     return out, (q, k, v, starts, window, out, sums)
 
 
-def _backward(exchange: Exchange, rule: Rule, kept: tuple, g: jax.Array) -> tuple:
+def _backward(exchange: KeyExchange, rule: Rule, kept: tuple, g: jax.Array) -> tuple:
     q, k, v, starts, window, out, sums = kept
-    own = _Blocks(q, starts, window, exchange.axis)
+    own = _SharedBlocks(q, starts, window, exchange.axis)
     of_q, *of_own = blocks.backward(q, k, v, out, sums, g, own.diagonal, rule)
 
-    def turn(distance: Any, pair: _Pair, of_q: tuple) -> tuple[tuple, _Pair]:
+    def turn(distance: Any, pair: _KeysValues, of_q: tuple) -> tuple[tuple, _KeysValues]:
         each = (own.queries(x, distance) for x in (q, out, sums, g))
         queries, outs, totals, cotangents = each
         keys, values = own.keys(pair, distance)
@@ -167,7 +167,7 @@ def _backward(exchange: Exchange, rule: Rule, kept: tuple, g: jax.Array) -> tupl
 attend.defvjp(_forward, _backward)
 
 
-class _Blocks:
+class _SharedBlocks:
     """The blocks of a device's queries with the keys of devices at some distance on the axis.
 
     With a device before it, at a distance of up to its own position, both parts of its queries see the first part of
@@ -246,7 +246,7 @@ def _all(tree: Any, axis: str) -> Any:
     return jax.tree.map(lambda x: lax.all_gather(x, axis), tree)
 
 
-def _visit(exchange: Exchange, pair: _Pair, turn: Callable[[Any, _Pair, Any], Any], found: Any) -> Any:
+def _visit(exchange: KeyExchange, pair: _KeysValues, turn: Callable[[Any, _KeysValues, Any], Any], found: Any) -> Any:
     """Return what turns make of a value, with the pairs of the devices at the distances 1, 2, ... n - 1.
 
     Args:
@@ -271,12 +271,12 @@ def _visit(exchange: Exchange, pair: _Pair, turn: Callable[[Any, _Pair, Any], An
 
 
 def _visit_back(
-    exchange: Exchange,
-    pair: _Pair,
-    turn: Callable[[Any, _Pair, Any], tuple[Any, _Pair]],
+    exchange: KeyExchange,
+    pair: _KeysValues,
+    turn: Callable[[Any, _KeysValues, Any], tuple[Any, _KeysValues]],
     found: Any,
-    own: _Pair,
-) -> tuple[Any, _Pair]:
+    own: _KeysValues,
+) -> tuple[Any, _KeysValues]:
     """Return what `_visit` does, and the gradients of this device's pair, which all devices have parts of.
 
     Args:

@@ -26,6 +26,7 @@ FORWARD, BACKWARD, HEAD, COMPRESSION = COMPUTE = ("forward", "backward", "head",
 TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER, HOST = ("transfer", "gather", "reduce", "sync", "optimizer", "host")
 TERMS = (*COMPUTE, TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER, HOST)
 _DEEPEST = 32  # lists and objects inside each other in a plan's JSON, which dataclasses.asdict walks by recursion
+_LATER = ("context", "context_form")  # keys that plans of earlier versions lack
 _SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 
 
@@ -194,7 +195,7 @@ def _check_whole(name: str, section: dict[str, Any], given: dict[str, Any]) -> N
     Raises:
         UserError: some are not.
     """
-    if missing := [key for key in section if key not in given]:
+    if missing := [key for key in section if key not in given and key not in _LATER]:
         raise UserError(f"{name} leaves out {', '.join(missing)}; a plan says all of {', '.join(section)}")
     for key, value in section.items():
         if isinstance(value, dict) and key != "options":  # those of codecs have defaults of their own

@@ -64,7 +64,7 @@ def together(x: jax.Array) -> jax.Array:
 def all_devices(form: str, ranks: int, documents: bool, window: int, cap: float) -> list[jax.Array]:
     """Return attention and its gradients, of devices that a mapped axis emulates."""
     q, k, v, g = (devices(x, ranks) for x in drawn())
-    rule, exchange = Rule(SCALE, cap), split.Exchange("context", form)
+    rule, exchange = Rule(SCALE, cap), split.KeyExchange("context", form)
     marks, reach = starts() if documents else None, jnp.int32(window) if window else None
 
     @functools.partial(jax.vmap, axis_name="context")

@@ -165,6 +165,51 @@ def test_with_one_stage_the_last_micro_batch_reduces_layer_by_layer():
     assert reduced_under_compute(trained, text) >= 0.99 * 3
 
 
+def sharded(shard: str, scan: str) -> jax.stages.Compiled:
+    """Return the step of eight layers of Llama 3 8B on 8 GPUs, at two micro-batches."""
+    c = gpt(
+        "llama_7b",
+        model={
+            "layers": 8,
+            "kv_heads": 8,
+            "intermediate": 14336,
+            "sequence": 8192,
+            "vocab_size": 128256,
+        },
+        mesh={"data": 8, "pipe": 1, "tensor": 1, "shard": shard},
+        batch={"global_batch": 16, "micro_batch": 1},
+        pipeline={"scan_layers": scan},
+    )
+    return compiled(trainer(c))
+
+
+def under_products(text: str, kind: str, table: int) -> float:
+    """Return the share of the layers' bytes of a kind of collective that have matrix products from start to done.
+
+    Args:
+        text: text of the compiled program.
+        kind: the kind.
+        table: bytes of a table's operand.
+    """
+    ops = [op for op in hlo.overlap(text, kind=kind) if op.bytes < table]
+    return sum(op.bytes * op.executions for op in ops if op.matmuls) / sum(op.bytes * op.executions for op in ops)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scan", "gathered", "reduced"), [("off", 0.95, 0.84), ("on", 0.87, 0.93)])
+def test_weights_in_shards_travel_under_compute(scan, gathered, reduced):
+    """Under nothing lie the first layer's gathers of F and the last layer's reductions of B, if not in a loop."""
+    text, table = sharded("weights", scan).as_text(), 128256 * 4096
+    assert under_products(text, "all-gather", 2 * table // 8) > gathered
+    assert under_products(text, "reduce-scatter", 4 * table) > reduced
+
+
+@pytest.mark.slow
+def test_weights_in_shards_take_less_memory():
+    temporary = [sharded(shard, "off").memory_analysis().temp_size_in_bytes for shard in ("optimizer", "weights")]
+    assert temporary[1] < 0.5 * temporary[0]
+
+
 @pytest.mark.slow
 @reads_small_step
 def test_reductions_behind_the_rows_would_be_seen_and_take_as_much_memory(monkeypatch):
