@@ -163,11 +163,14 @@ def recalibrated(
     used = (*SHARES, *LINKS, "host_seconds", *((*EXECUTED, STALL) if own else ()))
     try:
         value = {key: clusters[name]["constants"][key]["value"] for key in used}
-    except (KeyError, TypeError) as error:
+        others = {key: entry["value"] for key, entry in clusters[name]["constants"].items() if key not in used}
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"the constants of {name} in {path} lack {error}; fit them anew with planner.validate"
         ) from error
     wrong = [f"{key}={x!r}" for key, x in value.items() if type(x) not in (int, float) or not 0 < x < _HUGE]
+    # Those that this trainer's plans do not use may be 0.
+    wrong += [f"{key}={x!r}" for key, x in others.items() if type(x) not in (int, float) or not 0 <= x < _HUGE]
     if wrong:
         raise UserError(f"the constants of {name} in {path} must be above 0, got {', '.join(wrong)}; fit them anew")
     value = {key: float(x) for key, x in value.items()}

@@ -22,6 +22,8 @@ class Main:
         codes: exit codes of answers, besides 0.
         compiles: whether it may compile before it refuses, as it reads arrays: fingerprints of a checkpoint's are
             computed, and safetensors makes arrays of jax.
+        leaves: files in the folder of what it writes that a refusal may leave. Weights are read when the run has its
+            folder, and the lock of a folder is never removed.
     """
 
     module: str
@@ -35,6 +37,7 @@ class Main:
     positional: tuple[str, ...] = ()
     codes: tuple[int, ...] = ()
     compiles: bool = False
+    leaves: tuple[str, ...] = ()
 
 
 DATA = {f"config.data.{name}": f"{{home}}/{name}" for name in ("train", "validation")}
@@ -75,8 +78,9 @@ MAINS = (
         TRAINING | {"config.init": "{home}/model"} | INITIAL,
         texts="config.init",
         files="model/*",
-        skip=("paxtrain.parallel.step:Trainer.from_params",),
+        skip=("paxtrain.parallel.step:Trainer.from_params", "paxtrain.parallel.step:Trainer.init"),
         compiles=True,
+        leaves=("run/lock",),
     ),
     Main(
         "planner.plan",

@@ -123,6 +123,9 @@ def test_which_constants_are_meant_is_told(write):
     for wrong in ("0.5", True, 10**400, float("nan")):
         with pytest.raises(UserError, match="must be above 0, got matmul="):
             recalibrated(cluster(), write(a=constants(matmul=wrong)))
+        with pytest.raises(UserError, match="must be above 0, got unused="):
+            recalibrated(cluster(), write(a=constants(unused=wrong)))
+    assert recalibrated(cluster(), write(a=constants(unused=0.0))).shares == recalibrated(cluster(), path, "a").shares
     repeated = dataclasses.replace(cluster(), samples=np.repeat(cluster().samples, 2, axis=0))
     for measured in (dataclasses.replace(cluster(), compute=({},)), repeated):
         with pytest.raises(UserError, match="was measured"):
