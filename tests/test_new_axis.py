@@ -15,7 +15,7 @@ import pytest
 import paxtrain.model as nn
 from paxtrain.config import Config, MeshConfig, ModelConfig, from_dict, to_dict
 from paxtrain.config import plan as plans
-from paxtrain.config.axes import AXES, AxisSpec, in_words, layer_sizes
+from paxtrain.config.axes import AXES, CONTEXT, AxisSpec, in_words, layer_sizes
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
 from paxtrain.model.context import LayerContext
@@ -52,6 +52,7 @@ class ReplicaMesh(MeshConfig):
 
 
 def add_axis(monkeypatch, name, record, section):
+    monkeypatch.delitem(AXES, CONTEXT)  # the new one is the only one besides data, pipe and tensor
     monkeypatch.setitem(AXES, name, record)
     monkeypatch.setattr(MeshConfig, name, 1, raising=False)
     monkeypatch.setitem(Config.__annotations__, "mesh", section)
@@ -106,7 +107,7 @@ def test_a_candidate_with_it_is_seated_told_and_planned(replica):
     assert hosts.tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
     order = to_plan.device_order(hosts[::-1], 4, c.sizes)
     assert order == (12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3)
-    assert text.mesh(c) == "4 x 2 x 1 x 2"
+    assert text.mesh(c) == "4 x 2 x 1 replica=2"
     assert in_words(c.sizes) == "data=4 pipe=2 tensor=1 replica=2"
     assert c.figures()["replica"] == 2
     made = to_plan.sections(c, 2, 16, config().compress, np.zeros(2, bool))
@@ -234,8 +235,8 @@ def test_a_plan_and_its_report_name_it(replica):
         schedules=("1f1b",), saves=("dots",), others=((NAME, (2,)),), nearby=False, top=2, placed=1, oracle="no"
     )
     found = planning.plan_sections(to_dict(config_of(1, BATCH)), cluster(HOSTS, PER_HOST), options)
-    assert " x 2 (data x pipe x tensor x replica)" in text.text(found.report)
-    assert "(data x pipe x tensor x replica)" in found.html()
+    assert " replica=2 (data x pipe x tensor)" in text.text(found.report)
+    assert " replica=2 (data x pipe x tensor)" in found.html()
     assert plans.to_json(found.plan)["mesh"]["replica"] == 2
     assert sorted(found.plan.device_order) == list(range(8))
 
@@ -405,7 +406,7 @@ def test_a_plan_has_the_axis_and_its_parts(wide):
     )
     asked = to_dict(config_of(1, BATCH, module=MODULE))
     found = planning.plan_sections(asked, cluster(HOSTS, PER_HOST), options)
-    assert "(data x pipe x tensor x wide)" in text.text(found.report)
+    assert " wide=2 (data x pipe x tensor)" in text.text(found.report)
     assert "Sums inside tensor and wide groups stay in their hosts" in found.html()
     c = found.plan.apply(asked)
     assert (c.mesh.tensor, c.mesh.wide, c.model.module) == (2, 2, MODULE)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from paxtrain.config.axes import AXES, CONTEXT, TENSOR, more_axes
+from paxtrain.config.axes import AXES, TENSOR, more_axes
 from paxtrain.config.checks import OUT, Checked, Way, each, multiples_near, near, require, steps
 from paxtrain.config.compress import SECONDS, CompressConfig
 from paxtrain.config.data import DataConfig
@@ -120,11 +120,11 @@ class Config(Checked):
                 each("model.sequence", multiples_near(parts, model.sequence)),
                 {f"mesh.{axis}": 1},
             )
-        over = sizes[TENSOR] * sizes[CONTEXT]
+        over = sizes[TENSOR] * self.mesh.context
         require(
             self.mesh.context_form != "heads" or model.key_value_heads % over == 0,
             f"mesh.context_form=heads splits {model.key_value_heads} heads of keys over mesh.tensor={sizes[TENSOR]} x "
-            f"mesh.context={sizes[CONTEXT]}, which do not divide them",
+            f"mesh.context={self.mesh.context}, which do not divide them",
             each("mesh.context_form", [form for form in CONTEXT_FORMS if form != "heads"]),
         )
 

@@ -96,6 +96,16 @@ def check_refused(trainer: str, right: str, wrong: dict[str, str], folder: pathl
         assert why in found.get("refused", ""), (why, found)
 
 
+def of_families(trainer: str, families: list[tuple[str, dict, dict]], folder: pathlib.Path) -> list[dict]:
+    """Return what a trainer understands of models like LLAMA, of other families and with other fields."""
+    texts = []
+    for family, changes, _ in families:
+        values = {name: OptionValues(value) if isinstance(value, dict) else value for name, value in changes.items()}
+        model = dataclasses.replace(LLAMA, family=family, **values)
+        texts.append(text(trainer, dataclasses.replace(ALL[0], model=model)))
+    return ask(trainer, texts, folder)
+
+
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------
 
 
@@ -133,12 +143,7 @@ def test_megatron_understands_what_is_a_familys_own(tmp_path):
         ("llama", {"rope_scaling": linear}, {"rotary_seq_len_interpolation_factor": 4}),
         ("llama", {"rope_scaling": long}, {"use_rope_scaling": True}),
     ]
-    texts = []
-    for family, changes, _ in families:
-        values = {name: OptionValues(value) if isinstance(value, dict) else value for name, value in changes.items()}
-        model = dataclasses.replace(LLAMA, family=family, **values)
-        texts.append(text("megatron", dataclasses.replace(ALL[0], model=model)))
-    for found, (family, _, own) in zip(ask("megatron", texts, tmp_path), families, strict=True):
+    for found, (family, _, own) in zip(of_families("megatron", families, tmp_path), families, strict=True):
         assert found["own"] == OWN | own, family
         assert found["gated"] and found["rotary"] == LLAMA.rope_theta
 
@@ -190,6 +195,20 @@ def test_torchtitan_understands_all_plans(torchtitans):
             assert found["schedule"] == ("Interleaved1F1B" if interleaved else "1F1B")
 
 
+def test_torchtitan_understands_what_is_a_familys_own(tmp_path):
+    long = {"rope_type": "llama3", "factor": 32.0, **USUAL_LLAMA3}
+    complex_rope, pairs = {"kind": "ComplexRoPE.Config"}, {"kind": "CosSinRoPE.Config"}
+    llama = {"head_dim": None, "qk_norm": None, "scaled": None, **complex_rope}
+    families = [
+        ("llama", {}, llama),
+        ("llama", {"rope_scaling": long}, {**llama, "scaled": [32.0, 1, 4, 8192]}),
+        ("qwen3", {"head_size": 64, "norm_epsilon": 1e-6}, {**llama, **pairs, "head_dim": 64, "qk_norm": 1e-6}),
+        ("qwen3", {}, {**llama, **pairs, "head_dim": 128, "qk_norm": LLAMA.norm_epsilon}),
+    ]
+    for found, (family, _, own) in zip(of_families("torchtitan", families, tmp_path), families, strict=True):
+        assert found["own"] == own and found["rope"][0] == LLAMA.rope_theta, family
+
+
 def test_torchtitan_refuses_what_is_wrong(tmp_path):
     case = next(c for c in LLAMAS if c.plan.pipeline.pipe_layers and c.plan.mesh.pipe == 4 and len(c.layers) == 4)
     right = text("torchtitan", case)
@@ -233,6 +252,22 @@ def test_maxtext_understands_all_plans(maxtexts):
         assert found["tied"] == model.tied_head
 
 
+def test_maxtext_understands_what_is_a_familys_own(tmp_path):
+    linear, long = {"rope_type": "linear", "factor": 4.0}, {"rope_type": "llama3", "factor": 8.0, **USUAL_LLAMA3}
+    usual = {"attention_bias": False, "use_qk_norm": False, "rope_type": "default", "rope_linear_scaling_factor": 1.0}
+    families = [
+        ("llama", {}, {}),
+        ("llama", {"rope_scaling": long}, {"rope_type": "llama3.1"}),
+        ("mistral", {"rope_scaling": linear}, {"rope_linear_scaling_factor": 4.0}),
+        ("qwen2", {}, {"attention_bias": True}),
+        ("qwen3", {"head_size": 64}, {"use_qk_norm": True}),
+    ]
+    for found, (family, changes, own) in zip(of_families("maxtext", families, tmp_path), families, strict=True):
+        assert found["own"] == {**usual, "rope_max_timescale": LLAMA.rope_theta, **own}, family
+        assert found["decoder"] == {"llama": "llama2"}.get(family, family)
+        assert found["head_dim"] == changes.get("head_size", 128) and found["activations"] == ["silu", "linear"]
+
+
 def test_maxtext_refuses_what_is_wrong(tmp_path):
     case = next(c for c in ALL if c.plan.mesh.pipe == 4 and c.plan.mesh.tensor == 2)
     right = text("maxtext", case)
@@ -261,15 +296,22 @@ def test_maxtext_refuses_micro_batches_that_the_export_says_it_refuses(tmp_path)
 
 SMALL = ModelConfig(vocab_size=256, layers=3, hidden=64, heads=4, sequence=32, dtype="float32")
 SMALL_LLAMA = dataclasses.replace(SMALL, family="llama", kv_heads=2, intermediate=96, rope_theta=5e5, norm_epsilon=1e-3)
+# Llama 3.1's positions; and such that small angles, those of 32 tokens, are among those that are scaled.
+LLAMA3 = OptionValues({"rope_type": "llama3", "factor": 8.0, **USUAL_LLAMA3})
+SHORT = OptionValues({**LLAMA3, "original_max_position_embeddings": 16})
 SMALL_MODELS = {
     "gpt2": SMALL,
     "gpt2 with a head": dataclasses.replace(SMALL, tied_head=False),
     "llama": SMALL_LLAMA,
     "llama with a head": dataclasses.replace(SMALL_LLAMA, tied_head=False),
     "llama with documents": dataclasses.replace(SMALL_LLAMA, tied_head=False, separator=0),
-    "llama with long positions": dataclasses.replace(
-        SMALL_LLAMA, rope_scaling=OptionValues({"rope_type": "llama3", "factor": 8.0, **USUAL_LLAMA3})
+    "llama 3": dataclasses.replace(SMALL_LLAMA, tied_head=False, rope_scaling=LLAMA3),
+    "llama with long positions": dataclasses.replace(SMALL_LLAMA, tied_head=False, rope_scaling=SHORT),
+    "llama with stretched positions": dataclasses.replace(
+        SMALL_LLAMA, tied_head=False, rope_scaling=OptionValues({"rope_type": "linear", "factor": 4.0})
     ),
+    "mistral": dataclasses.replace(SMALL_LLAMA, family="mistral", tied_head=False),
+    "qwen2": dataclasses.replace(SMALL_LLAMA, family="qwen2", tied_head=False),
     "qwen3": dataclasses.replace(SMALL_LLAMA, family="qwen3", head_size=24),
     "qwen3 with a head": dataclasses.replace(SMALL_LLAMA, family="qwen3", tied_head=False),
     "gpt2 with documents": dataclasses.replace(SMALL, tied_head=False, separator=0),
@@ -312,6 +354,9 @@ WRONG = {
         ("llama with a head", "epsilon=0.001", "epsilon=1e-05"),
         ("gpt2 with a head", "dtype=float32", "dtype=bfloat16"),
         ("gpt2 with a head", '["gelu"]', '["relu"]'),
+        ("llama 3", "rope_type=llama3.1", "rope_type=default"),
+        ("llama with stretched positions", "factor=4.0", "factor=1.0"),
+        ("qwen3 with a head", "epsilon=0.001", "epsilon=0.1"),
     ],
     "torchtitan": [
         ("llama", "theta=500000.0", "theta=10000.0"),
@@ -324,13 +369,17 @@ WRONG = {
 }
 
 
+# What the trainers cannot be told of.
+UNTOLD = {
+    "maxtext": ["llama with long positions"],
+    "torchtitan": ["llama with stretched positions", "mistral", "qwen2", *(n for n in SMALL_MODELS if "gpt2" in n)],
+}
+
+
 @pytest.mark.parametrize("trainer", WRONG)
 def test_a_trainers_own_model_computes_what_ours_does(trainer, tmp_path):
     """Loss and logits of the same weights and tokens are ours, and are not with a setting that is wrong."""
-    families = ("gpt2", "llama") if trainer == "maxtext" else ("llama", "qwen3")
-    models = {name: model for name, model in SMALL_MODELS.items() if model.family in families}
-    if trainer == "maxtext":
-        del models["llama with long positions"]  # whose dims turn in other pairs there
+    models = {name: model for name, model in SMALL_MODELS.items() if name not in UNTOLD[trainer]}
     exports = {name: TRAINERS[trainer].export(ALONE, model, (model.layers,)) for name, model in models.items()}
     texts = {name: exported.files[FILES[trainer]] for name, exported in exports.items()}
     paths = {name: arrays_of(model, tmp_path / f"{name}.npz") for name, model in models.items()}

@@ -71,7 +71,7 @@ CASES = {
     "schedule": Case("eager_1f1b", "schedule=1f1b", {"schedules": ("eager_1f1b", "1f1b"), "pipe": (4,)}, **FAR),
     "chunks": Case(2, "chunks=4", CHUNKS, **FOUR | {"hosts": 2}),
     "save": Case("layer_inputs", "save=residuals", SAVES, WIDE, cluster={"memory": 1.9e9}),
-    "shard": Case("optimizer", "shard=none", {"data": (4,)}, WIDE),
+    "shard": Case("weights", "shard=optimizer", {"data": (4,)}, WIDE),
     "sequence_parallel": Case(True, "sequence_parallel=False", {"tensor": (4,)}, WIDE),
     "backward": Case("epilogue", "backward=none", EPILOGUE, **FAR),
     "backward_rank": Case(4, "backward_rank=16", EPILOGUE, **FAR),

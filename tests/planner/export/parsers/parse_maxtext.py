@@ -41,10 +41,12 @@ import numpy as np
 
 # What a plan says nothing about. MaxText would wait for other processes.
 OTHERS = ["run_name=checked", "dataset_type=synthetic", "skip_jax_distributed_system=true", "log_config=false"]
-_LLAMA_LAYER = (
-    *("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-)
+_NORMS = {
+    "pre_self_attention_layer_norm": "input_layernorm",
+    "post_self_attention_layer_norm": "post_attention_layernorm",
+}
+_MATRICES = {"mlp/wi_0": "mlp.gate_proj", "mlp/wi_1": "mlp.up_proj", "mlp/wo": "mlp.down_proj"}
+OF_MODEL = ("attention_bias", "use_qk_norm", "rope_type", "rope_linear_scaling_factor", "rope_max_timescale")
 
 
 def _heads(kernel: np.ndarray, heads: int) -> np.ndarray:
@@ -52,9 +54,27 @@ def _heads(kernel: np.ndarray, heads: int) -> np.ndarray:
     return kernel.reshape(*kernel.shape[:-1], heads, -1)
 
 
+def _turned(array: np.ndarray) -> np.ndarray:
+    """Return queries or keys [..., N, D] with dims i and i + D / 2, which turn together, side by side."""
+    return array.reshape(*array.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(array.shape)
+
+
+def _projection(of: dict[str, np.ndarray], name: str, config) -> dict[str, np.ndarray]:
+    """Return the kernel of queries, keys or values, and what else they have, by what follows their path."""
+    letter, heads = name[0], config.num_query_heads if name == "query" else config.num_kv_heads
+    turned = _turned if config.rope_type == "llama3.1" and name != "value" else lambda array: array
+    found = {"kernel": turned(_heads(of[f"self_attn.{letter}_proj.weight"].T, heads))}
+    if name == "query" and not config.decoder_block.value.startswith("qwen"):
+        found["kernel"] = found["kernel"] / np.sqrt(config.head_dim)  # there the root lies in the query's weights
+    if config.attention_bias:
+        found["bias"] = turned(_heads(of[f"self_attn.{letter}_proj.bias"], heads))
+    return {f"{name}/{part}": array for part, array in found.items()} | (
+        {f"{name}_norm/scale": of[f"self_attn.{letter}_norm.weight"]} if config.use_qk_norm and name != "value" else {}
+    )
+
+
 def _llama(arrays: dict[str, np.ndarray], config) -> dict[str, np.ndarray]:
-    """Return the weights of a Llama by MaxText's paths, from those by transformers' names."""
-    query, key = config.num_query_heads, config.num_kv_heads
+    """Return the weights of a Llama, Mistral or Qwen by MaxText's paths, from those by transformers' names."""
     found = {
         "token_embedder/embedding": arrays["model.embed_tokens.weight"],
         "decoder/decoder_norm/scale": arrays["model.norm.weight"],
@@ -62,22 +82,15 @@ def _llama(arrays: dict[str, np.ndarray], config) -> dict[str, np.ndarray]:
     if "lm_head.weight" in arrays:
         found["decoder/logits_dense/kernel"] = arrays["lm_head.weight"].T
     for layer in range(config.num_decoder_layers):
-        of = {name: arrays[f"model.layers.{layer}.{name}.weight"].T for name in _LLAMA_LAYER}
-        found |= {
-            f"decoder/layers_{layer}/{name}": array
-            for name, array in {
-                "pre_self_attention_layer_norm/scale": of["input_layernorm"],
-                # The reciprocal root of the heads' size lies in the query's weights.
-                "self_attention/query/kernel": _heads(of["self_attn.q_proj"], query) / np.sqrt(config.head_dim),
-                "self_attention/key/kernel": _heads(of["self_attn.k_proj"], key),
-                "self_attention/value/kernel": _heads(of["self_attn.v_proj"], key),
-                "self_attention/out/kernel": of["self_attn.o_proj"].reshape(query, -1, config.emb_dim),
-                "post_self_attention_layer_norm/scale": of["post_attention_layernorm"],
-                "mlp/wi_0/kernel": of["mlp.gate_proj"],
-                "mlp/wi_1/kernel": of["mlp.up_proj"],
-                "mlp/wo/kernel": of["mlp.down_proj"],
-            }.items()
-        }
+        first, here = f"model.layers.{layer}.", f"decoder/layers_{layer}"
+        of = {name.removeprefix(first): array for name, array in arrays.items() if name.startswith(first)}
+        found |= {f"{here}/{path}/scale": of[f"{name}.weight"] for path, name in _NORMS.items()}
+        found |= {f"{here}/{path}/kernel": of[f"{name}.weight"].T for path, name in _MATRICES.items()}
+        out = of["self_attn.o_proj.weight"].T
+        found[f"{here}/self_attention/out/kernel"] = out.reshape(config.num_query_heads, -1, config.emb_dim)
+        for name in ("query", "key", "value"):
+            projection = _projection(of, name, config)
+            found |= {f"{here}/self_attention/{path}": array for path, array in projection.items()}
     return found
 
 
@@ -125,7 +138,7 @@ def numbers(config, mesh, path: str) -> dict:
 
     arrays = dict(np.load(path))
     tokens, positions = arrays.pop("tokens"), arrays.pop("positions")
-    weights = (_llama if config.decoder_block.value == "llama2" else _gpt3)(arrays, config)
+    weights = (_gpt3 if config.decoder_block.value == "gpt3" else _llama)(arrays, config)
     with mesh:
         model = Transformer(config, mesh, quant=None, rngs=nnx.Rngs(params=0, dropout=1))
         found = nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -180,6 +193,7 @@ def understood(text: str, devices: int, arrays: str = "") -> dict:
         "norm_epsilon": config.normalization_layer_epsilon,
         "tied": config.logits_via_embedding,
         "dtype": str(getattr(config.dtype, "value", config.dtype)),
+        "own": {name: getattr(config, name) for name in OF_MODEL},
     }
 
 

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "torchtitan==0.3.0", "triton"]
+# dependencies = ["torch==2.13.0", "torchtitan==0.3.0"]
 # ///
 """What torchtitan makes of a configuration: its own ConfigManager, mesh, split of the model and pipeline schedule.
 
@@ -12,7 +12,7 @@ Beside a case's "arrays" its model has those weights, and computes loss and logi
 """
 
 import contextlib
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -20,8 +20,14 @@ import pathlib
 import re
 import sys
 import tempfile
+import types
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # attention is compiled for GPUs; on the CPU it runs as it is written
+if not importlib.util.find_spec("triton"):
+    # torch for CPUs has no Triton, a gigabyte; torchtitan imports kernels in it, which only experts would run.
+    kernels = types.ModuleType("torchtitan.distributed.minimal_async_ep.kernels")
+    kernels.__getattr__ = lambda name: None
+    sys.modules[kernels.__name__] = kernels
 
 import numpy as np
 import torch
@@ -31,6 +37,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import _get_pp_rank_to_stage_indices_mapping, _split_module
 
 MODULE = "torchtitan_plan"
+SCALED = ("scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def parse(text: str):
@@ -98,6 +105,12 @@ def shape(config) -> dict:
     return {
         "sizes": [len(model.layers), model.dim, feed_forward, *heads, model.vocab_size],
         "rope": [rope.theta, rope.scaling],
+        "own": {
+            "kind": type(rope).__qualname__,
+            "head_dim": layer.attention.head_dim,
+            "qk_norm": layer.attention.qk_norm and layer.attention.qk_norm.eps,
+            "scaled": [getattr(rope, name) for name in SCALED] if rope.scaling == "llama" else None,
+        },
         "norm_epsilon": sorted({norm.eps for each in model.layers for norm in (each.attention_norm, each.ffn_norm)}),
         "tied": model.enable_weight_tying,
         "dtype": config.training.mixed_precision_param,
