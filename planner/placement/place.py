@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from paxtrain.config.axes import shown
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate, host_order
@@ -66,8 +67,9 @@ def slots_per_host(c: Candidate, cluster: Cluster) -> int:
         UserError: the mesh does not fill the cluster with whole groups inside hosts.
     """
     if cluster.devices_per_host % c.seat or c.groups * c.seat != cluster.devices:
+        sizes = " x ".join(map(str, shown(c.sizes).values()))
         raise UserError(
-            f"a mesh of {' x '.join(map(str, c.sizes.values()))} cannot be placed on {len(cluster.hosts)} hosts of "
+            f"a mesh of {sizes} cannot be placed on {len(cluster.hosts)} hosts of "
             f"{cluster.devices_per_host} devices; it must use all devices, with tensor groups inside hosts"
         )
     return cluster.devices_per_host // c.seat

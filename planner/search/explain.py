@@ -9,7 +9,7 @@ import numpy as np
 
 from compress.policy import largest_rank, too_large
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, ModelConfig
-from paxtrain.config.axes import AXES, DATA, PIPE, TENSOR, batch_axes, in_words, inside_axes
+from paxtrain.config.axes import AXES, DATA, MAIN, PIPE, TENSOR, batch_axes, in_words, inside_axes
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of, spec_of
 from paxtrain.tables import times
@@ -25,7 +25,8 @@ _FREE = tuple(name for name in COLUMNS if name not in (*AXES, "micro_batch", "mi
 
 def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
     """Yield the chosen plan's columns with one thing changed; sizes of the mesh change in pairs."""
-    for more, less in itertools.combinations(AXES, 2):
+    tried = [name for name in AXES if name in MAIN or search.space.column(name).max() > 1]
+    for more, less in itertools.combinations(tried, 2):
         for a, b in ((more, less), (less, more)):
             if now[b] % 2 == 0:
                 yield now | {a: now[a] * 2, b: now[b] // 2}

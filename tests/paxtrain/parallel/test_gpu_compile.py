@@ -453,7 +453,7 @@ def long(sequence: int, context: int, form: str = "ring") -> Config:
     )
 
 
-def under_products(text: str, kind: str) -> float:
+def transfers_under_products(text: str, kind: str) -> float:
     """Return the share of a collective's bytes that travel under matrix products or attention."""
     ops = hlo.overlap(text, kind=kind)
     return sum(op.bytes * op.executions for op in ops if op.matmuls) / sum(op.bytes * op.executions for op in ops)
@@ -466,7 +466,7 @@ def test_a_rings_transfers_lie_under_attention_and_no_array_has_all_scores():
     for sequence, context, share in ((8192, 2, 0.6), (32768, 8, 0.95)):
         program = compiled(trainer(long(sequence, context)))
         text, part = program.as_text(), sequence // context
-        assert under_products(text, "collective-permute") > share
+        assert transfers_under_products(text, "collective-permute") > share
         assert '"__cudnn$fmhaSoftmaxBackward"' in text
         sizes = [math.prod(dims) for _, dims in module.arrays(text)]
         assert max(sizes) < 16 * part**2  # the scores of a block; the largest are tables and their states

@@ -10,6 +10,7 @@ import pytest
 
 from paxtrain.config import CompressConfig, from_dict
 from paxtrain.config import plan as plans
+from paxtrain.config.axes import more_axes
 from paxtrain.config.load import nested
 from paxtrain.errors import UserError
 from paxtrain.schedule import table_file
@@ -18,10 +19,10 @@ from planner.cluster.cluster import merged
 from planner.cost.coded import coded
 from planner.cost.step_time import Problem
 from planner.planning import to_plan
-from planner.search import explain, space
+from planner.search import enumeration, explain
 from planner.search.budget import Budget
 from planner.search.search import Found, Options, Outcome, Search
-from planner.search.space import COLUMNS, Choices, numbers_of
+from planner.search.space import COLUMNS, Choices, Column, numbers_of
 from tests.advice import advised
 from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
@@ -125,7 +126,7 @@ def test_different_devices_get_different_shares_of_the_layers():
 def test_the_zero_bubble_schedule_is_taken_where_it_fits(monkeypatch):
     """With four stages and few micro-batches 1f1b waits longer; the operands that W waits for take memory."""
     for name in ("BETWEEN", "ALL_BETWEEN"):
-        monkeypatch.setattr(space, name, 0)
+        monkeypatch.setattr(enumeration, name, 0)
     choices = Choices((1,), (4,), (2,), schedules=("1f1b", "zb_h1"), saves=("dots",), backward=(), data_ranks=())
     one = search(choices=choices)
     best, least = one.run().ranked[0], {}
@@ -208,13 +209,14 @@ def test_a_plan_survives_its_file(tmp_path):
 
 def rows_that_change(one: Search, found: Found, changed: dict[str, str]) -> list[int]:
     """Return the candidates that differ from a plan by these columns, and else by what follows from them."""
-    values = {name: str(COLUMNS[name].value(number)) for name, number in numbers_of(found.candidate).items()} | changed
+    columns = COLUMNS | dict.fromkeys(more_axes(), Column())
+    values = {name: str(columns[name].value(number)) for name, number in numbers_of(found.candidate).items()} | changed
     follows = {"micro_batches", "backward_rank"} - changed.keys()
     return [
         i
         for i in range(len(one.space))
         if all(
-            str(COLUMNS[name].value(int(getattr(one.space, name)[i]))) == value
+            str(columns[name].value(int(one.space.column(name)[i]))) == value
             for name, value in values.items()
             if name not in follows
         )
