@@ -34,7 +34,7 @@ def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
         if now["micro_batch"] * factor >= 1:
             yield now | {"micro_batch": int(now["micro_batch"] * factor)}
     for column in _FREE:
-        same = search.space.pipe == now[PIPE] if column == "schedule" else slice(None)
+        same = search.space.pipe == now[PIPE] if column in ("schedule", "shard") else slice(None)
         for value in np.unique(getattr(search.space, column)[same]).tolist():
             if value != now[column]:
                 yield now | {column: value}
