@@ -62,7 +62,16 @@ def add_axis(monkeypatch, name, record, section):
 
 
 @pytest.fixture
-def replica(monkeypatch):
+def in_order():
+    """Leave the axes behind in their order, which is that of the mesh; a deleted key would come back last."""
+    before = dict(AXES)
+    yield
+    AXES.clear()
+    AXES.update(before)
+
+
+@pytest.fixture
+def replica(monkeypatch, in_order):
     add_axis(monkeypatch, NAME, REPLICA, ReplicaMesh)
 
 
@@ -295,7 +304,7 @@ WIDE_MODEL = dataclasses.replace(MODEL, module=MODULE)
 
 
 @pytest.fixture
-def wide(monkeypatch):
+def wide(monkeypatch, in_order):
     add_axis(monkeypatch, SPLIT, WIDE, WideMesh)
 
 
