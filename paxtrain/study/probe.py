@@ -10,6 +10,7 @@ import numpy as np
 
 from compress.codecs.recorder import Record
 from paxtrain.config import MeshConfig, ModelConfig
+from paxtrain.config.axes import AXES, DATA, PIPE
 from paxtrain.model import transformer
 from paxtrain.parallel.layout import Params
 from paxtrain.parallel.step import Trainer
@@ -153,7 +154,8 @@ def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int
     if direction == "backward":
         chosen = trainer.compression.gradients(trainer.schedule)
         numbers = [mb for mb in numbers if (stage, mb) in chosen]
-    record: Record = jax.tree.map(lambda x: x[data, stage, 0, 0], codec[direction])
+    place = tuple({DATA: data, PIPE: stage}.get(axis, 0) for axis in AXES)
+    record: Record = jax.tree.map(lambda x: x[(*place, 0)], codec[direction])
     # Schedules without virtual stages send in the order of the micro-batches.
     slots = record.slots[len(record.slots) - len(numbers) :]
     assert len(slots) == len(numbers), "the record has all messages of a step"

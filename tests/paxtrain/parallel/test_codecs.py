@@ -97,7 +97,7 @@ def test_a_users_class_trains_on_both_axes_of_eight_devices():
     assert losses[0] == pytest.approx(dense[0], rel=1e-6)
     assert max(abs(np.subtract(losses, dense))) > 1e-3
     sent = state.codec["data"].sent
-    assert [x.shape[:3] for x in sent] == [(2, 2, 2)] * 8
+    assert [x.shape[:4] for x in sent] == [(2, 2, 1, 2)] * 8
     assert all(np.any(x) for x in sent)
 
 
@@ -280,8 +280,8 @@ def test_the_error_of_a_group_has_the_shape_of_its_ranks_part():
     made = trainer(config((4, 2, 1), **GROUPS)).compression
     for error, (path, _) in zip(state.codec["data"].sent, [(path, 0) for path in made.data_kernels] * 2):
         size = np.prod(made.kernels[path])
-        assert error.shape[:4] == (4, 2, 1, 2)  # of data, pipe and tensor; to two groups
-        assert np.prod(error.shape[4:]) == size / 4
+        assert error.shape[:5] == (4, 2, 1, 1, 2)  # of data, pipe, context and tensor; to two groups
+        assert np.prod(error.shape[5:]) == size / 4
         assert np.any(error)
 
 

@@ -252,7 +252,7 @@ def test_every_direction_and_chunk_has_its_link_its_rank_and_its_state():
     }
     state, _ = compiled(trained)(trained.from_params(canonical()), batch(trained))
     errors = {
-        way: jax.device_get(state.codec[way].error.e)[0, :, 0] for way in ("backward", "forward")
+        way: jax.device_get(state.codec[way].error.e)[0, :, 0, 0] for way in ("backward", "forward")
     }  # [P, chunks, ...]
     sent = {way: np.any(e != 0, axis=(2, 3)).tolist() for way, e in errors.items()}
     # The first virtual stage, chunk 0 of stage 0, sends no gradient; the last, chunk 1 of stage 1, no activation.

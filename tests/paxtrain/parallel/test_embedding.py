@@ -12,7 +12,8 @@ from paxtrain.errors import UserError
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression import checks
 from paxtrain.parallel.embedding import TableCodec
-from paxtrain.parallel.mesh import device_spec
+from paxtrain.parallel.mesh import device_spec, spread
+from paxtrain.parallel.mesh import local as local_of
 from paxtrain.study import probe
 from paxtrain.xla import hlo
 from planner.cost.coded import coded
@@ -32,15 +33,15 @@ def made(mesh, zero1, tied=True, **compress):
 
 
 def exchange(trained):
-    """Return the compiled exchange of the embedding's gradients, of arrays [data, pipe, tensor, *device's] by name."""
+    """Return the compiled exchange of the embedding's gradients, of arrays [data, pipe, 1, tensor, ...] by name."""
     c = trained.compression
 
     def local(grads, state):
-        grads, state = jax.tree.map(lambda a: a[0, 0, 0], (grads, state))
+        grads, state = local_of((grads, state))
         found, state = gradients.reduce_tables(c, grads, state, edges=False)
         if trained.config.model.tied_head:
             found["token"], state = gradients.exchange_tied(c, found["token"], state)
-        return jax.tree.map(lambda a: a[None, None, None], (found, state))
+        return spread((found, state))
 
     run = jax.jit(trained.shard_map(local, (device_spec(), device_spec()), (device_spec(), device_spec())))
     return run.lower(given(trained, 0), first(trained)).compile(FAST)
@@ -56,9 +57,9 @@ def given(trained, step):
     shape = (trained.config.model.padded_vocab // mesh.tensor, HIDDEN)
     if not trained.config.model.tied_head:
         shape = (2 if mesh.pipe == 1 else 1, *shape)
-    x = random.standard_normal((mesh.data, mesh.pipe, mesh.tensor, *shape)).astype(np.float32)
+    x = random.standard_normal((mesh.data, mesh.pipe, 1, mesh.tensor, *shape)).astype(np.float32)
     x[:, 1:-1] = 0
-    positions = random.standard_normal((*x.shape[:3], SEQUENCE, HIDDEN)).astype(np.float32)
+    positions = random.standard_normal((*x.shape[:4], SEQUENCE, HIDDEN)).astype(np.float32)
     positions[:, 1:] = 0
     return {"token": x, "position": positions}
 
@@ -68,11 +69,13 @@ def exact(trained, x):
     x = x["token"]
     mesh, total = trained.config.mesh, x.astype(np.float64).mean(0, keepdims=True)
     if trained.config.model.tied_head and mesh.pipe > 1:
-        total = total.sum(1, keepdims=True) * np.isin(np.arange(mesh.pipe), (0, mesh.pipe - 1))[:, None, None, None]
+        total = (
+            total.sum(1, keepdims=True) * np.isin(np.arange(mesh.pipe), (0, mesh.pipe - 1))[:, None, None, None, None]
+        )
     total = np.broadcast_to(total, x.shape)
     if mesh.zero1 and mesh.data > 1:
         dim = trained.layout.data_dims()["embedding"]["token"] - (1 if trained.config.model.tied_head else 0)
-        total = np.stack([np.split(part, mesh.data, axis=2 + dim)[rank] for rank, part in enumerate(total)])
+        total = np.stack([np.split(part, mesh.data, axis=3 + dim)[rank] for rank, part in enumerate(total)])
     return total
 
 
@@ -123,7 +126,7 @@ def residual(trained, state):
     for end in ends:
         for tensor in range(mesh.tensor):
             for rank in range(mesh.data):
-                own = jax.tree.map(lambda x, at=(rank, end, tensor): x[at], state)
+                own = jax.tree.map(lambda x, at=(rank, end, 0, tensor): x[at], state)
                 if mesh.data > 1:  # messages to each rank
                     sent = np.concatenate(list(np.asarray(own.reduced["token"].sent, np.float64)), axis=shard.dim)
                     whole[tensor] += sent / mesh.data
@@ -134,10 +137,10 @@ def residual(trained, state):
                 for one in (own.swapped, own.gathered if end == 0 else ()):
                     if not isinstance(one, tuple):
                         whole[tensor][tuple(place)] += one
-    x = np.zeros((mesh.data, mesh.pipe, mesh.tensor, *c.shape))
+    x = np.zeros((mesh.data, mesh.pipe, 1, mesh.tensor, *c.shape))
     x[:, list(ends)] = whole
     if mesh.zero1 and mesh.data > 1:
-        x = np.stack([np.split(one, mesh.data, axis=2 + shard.dim)[rank] for rank, one in enumerate(x)])
+        x = np.stack([np.split(one, mesh.data, axis=3 + shard.dim)[rank] for rank, one in enumerate(x)])
     return x
 
 
@@ -190,10 +193,10 @@ def test_positions_go_along_with_the_table(zero1):
     for step in range(STEPS):
         x = given(trained, step)
         found, state = jax.device_get(run(x, state))
-        arrived, right = arrived + found["position"][:, 0, 0], right + x["position"][:, 0, 0].mean(0)
+        arrived, right = arrived + found["position"][:, 0, 0, 0], right + x["position"][:, 0, 0, 0].mean(0)
     whole = np.concatenate(list(arrived)) if zero1 else arrived[0]
     shape, shard = trained.compression.tables.arrays["position"]
-    own = [jax.tree.map(lambda x, rank=rank: x[rank, 0, 0], state.reduced["position"]) for rank in range(2)]
+    own = [jax.tree.map(lambda x, rank=rank: x[rank, 0, 0, 0], state.reduced["position"]) for rank in range(2)]
     left = [np.concatenate(list(one.sent)) / 2 for one in own]
     left += [] if zero1 else [np.concatenate([one.owned for one in own])]
     np.testing.assert_allclose(whole + sum(left), right, atol=2e-5)

@@ -164,7 +164,7 @@ FURTHER = [
     ("compress", "mesh", "fewer"),
     [
         (LOW_RANK, {"data": 2, "pipe": 4}, 0.7),
-        (CODED, {"data": 2, "pipe": 4}, 0.6),
+        (CODED, {"data": 2, "pipe": 4, "shard": "optimizer"}, 0.6),
         # A kernel of 64 x 64 would not shrink enough, and those of other shapes do.
         ({"data_stages": "all", "data_rank": 4, "data_inside": 2, "min_ratio": 6.0}, {"data": 4, "pipe": 2}, 0.9),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER),
