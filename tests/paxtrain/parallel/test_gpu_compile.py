@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from paxtrain.config import Config, from_dict
-from paxtrain.config.axes import TENSOR
+from paxtrain.config.axes import AXES, TENSOR
 from paxtrain.config.options import LINKED, OptionValues
 from paxtrain.model import parameters
 from paxtrain.parallel.compiler_options import GPU_OPTIONS
@@ -360,7 +360,7 @@ def test_every_byte_of_a_compressed_step_on_gpus():
 def state_shapes(trained: Trainer) -> set[str]:
     """Return the shapes of the reducer's states of kernels on one device, as HLO has them."""
     states = jax.eval_shape(trained.compression.init)["data"]
-    return {f"f32[{','.join(map(str, x.shape[3:]))}]" for x in jax.tree.leaves(states)}
+    return {f"f32[{','.join(map(str, x.shape[len(AXES) :]))}]" for x in jax.tree.leaves(states)}
 
 
 def assert_large_copies_are_of_states(trained: Trainer, text: str) -> None:
