@@ -62,7 +62,7 @@ class Seen(NamedTuple):
 
     @property
     def masks(self) -> bool:
-        """Whether more than the order of tokens hides keys."""
+        """True if more than the order of tokens hides keys."""
         return self.queries.start is not None or self.window is not None
 
     def mask(self) -> jax.Array | None:

@@ -1,4 +1,4 @@
-"""What a stage carries from row to row, and the messages that go through a codec: encodes and sends them.
+"""The carry of a stage from row to row, and the messages that go through a codec: encodes and sends them.
 
 The executor decodes them.
 

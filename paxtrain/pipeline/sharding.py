@@ -44,7 +44,7 @@ class DataCollectives(Protocol):
 
 
 class Whole:
-    """What a stage does with weights and sums of gradients that each data rank has all of."""
+    """Weights and sums of gradients of which each data rank has all."""
 
     def sums(self, weights: Weights) -> Weights:
         """Return the gradients' sums on a device, or their shapes, given its weights."""
@@ -137,7 +137,7 @@ def _with_sums(part: Tree, place: LayerPlace, sums: Tree) -> Tree:
 
 
 class InShards(Whole):
-    """What a stage does with weights, or only sums of gradients, that are in shards over data.
+    """Weights, or only sums of gradients, that are in shards over data.
 
     The collectives of layers that run one after another have an order. Without it XLA would combine those of several
     layers, gather once for F and B, and keep in memory what they make.

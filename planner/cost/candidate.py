@@ -87,12 +87,12 @@ class Candidate:
 
     @property
     def zero1(self) -> bool:
-        """Whether each data rank keeps a part of the states and of the reduced gradients only."""
+        """True if each data rank keeps a part of the states and of the reduced gradients only."""
         return self.shard != "none"
 
     @property
     def shards_sums(self) -> bool:
-        """Whether gradients are reduced to parts after each micro-batch."""
+        """True if gradients are reduced to parts after each micro-batch."""
         return self.shard in ("gradients", "weights")
 
     @functools.cached_property

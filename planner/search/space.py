@@ -157,7 +157,7 @@ class Space:
 
     @property
     def zero1(self) -> Array:
-        """Whether each data rank keeps a part of the states only."""
+        """True if each data rank keeps a part of the states only."""
         return self.shard > 0
 
     @property

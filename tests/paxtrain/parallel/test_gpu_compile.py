@@ -468,8 +468,7 @@ def test_a_rings_transfers_lie_under_attention_and_no_array_has_all_scores():
         text, part = program.as_text(), sequence // context
         assert transfers_under_products(text, "collective-permute") > share
         assert '"__cudnn$fmhaSoftmaxBackward"' in text
-        sizes = [math.prod(dims) for _, dims in module.arrays(text)]
-        assert max(sizes) < 16 * part**2  # the scores of a block; the largest are tables and their states
+        assert max(math.prod(dims) for _, dims in module.arrays(text)) < 16 * part**2
         temporary.append(program.memory_analysis().temp_size_in_bytes)
     assert temporary[1] == pytest.approx(temporary[0], rel=0.05)
 
