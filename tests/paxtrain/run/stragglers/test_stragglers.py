@@ -89,14 +89,21 @@ TOGETHER = """
 import json, time
 from paxtrain.config import from_dict
 from paxtrain.parallel.mesh import make_mesh
-from paxtrain.run.stragglers.stragglers import Stragglers
+from paxtrain.run.stragglers import stragglers as module
+from paxtrain.run.stragglers.suspects import DEVICE
 
+class Steady(module.Probe):  # times all parts, and says what they would take on a machine that does nothing else
+    slow = 1.0  # times as long as at the start
+
+    def __call__(self):
+        return {part: self.slow if part.kind == DEVICE else 1.0 for part in super().__call__()}
+
+module.Probe = Steady
 config = from_dict({"mesh": {"data": 2}, "batch": {"global_batch": 8}, "optimizer": {"warmup_steps": 1}})
 said = []
-stragglers = Stragglers(config, make_mesh(config.mesh), ["a", "b"])
-work = stragglers._probe._work
+stragglers = module.Stragglers(config, make_mesh(config.mesh), ["a", "b"])
 if jax.process_index() == 1:
-    stragglers._probe._work = lambda: [9 * seconds for seconds in work()]
+    Steady.slow = 9.0
 with stragglers:
     for step in range(1, 61):
         time.sleep(0.02)
@@ -113,5 +120,5 @@ def test_processes_look_together_and_the_first_one_names_the_slow_host():
     outputs = run_processes(TOGETHER, devices=1)
     [[step, line]], [[other, nothing]] = (json.loads(output.splitlines()[-1]) for output in outputs)
     assert step == other and 30 < step < 50 and nothing == ""
-    assert "slower by 100% since about step 30 (0.4 s instead of 0.2 s): host b takes " in line
+    assert "slower by 100% since about step 30 (0.4 s instead of 0.2 s): host b takes 9 times as long" in line
     assert line.endswith("--without=b")
