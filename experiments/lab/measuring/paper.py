@@ -49,7 +49,7 @@ def _split(schedule: str, changes: dict) -> Split:
         layers=4,
         sequence=96,
         hidden=512,
-        shard="none",
+        zero1=False,
         vocab_multiple=128,
         compress=tuple(({"embedding.sync": "unfused"} | _RANKS | changes).items()),
     )
