@@ -22,7 +22,6 @@ from experiments.lab import records
 from experiments.lab.laboratory import Lab
 from experiments.lab.measuring import (
     adaptive,
-    breakage,
     compression,
     demonstration,
     growth,
@@ -50,7 +49,6 @@ FILES = {
     "sooner": ("sooner",),
     "adaptive": ("adaptive",),
     "peer": ("peer",),
-    "faults": ("faults",),
 }
 # In the order in which they run, with about how many seconds each takes.
 EXPERIMENTS = {
@@ -63,7 +61,6 @@ EXPERIMENTS = {
     "sooner": (sooner.run, 560),
     "adaptive": (adaptive.run, 600),
     "peer": (peer.run, 900),
-    "faults": (breakage.run, 200),
 }
 BUDGET = 5400.0  # seconds, of which USUAL takes no more
 LATER = ("paper", "sooner", "adaptive")  # run if they are named

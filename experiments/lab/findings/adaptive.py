@@ -70,11 +70,11 @@ def _words(records: Records, lines: list[dict]) -> str:
     split, trained = experiment.BASE, [line for line in records if "validation" in line]
     seeds = len({line["seed"] for line in trained})
     repeats = span(len(times) for line in lines for times in line["seconds"].values())
-    words = f"""A probe trains the lab's model on one device that emulates the mesh, densely and with each codec at
-    each place. Links are then set so that communication takes a given share of a dense step, by the planner's
-    prediction, and profiled. From both the planner chooses codecs within a budget of {percent(experiment.BUDGET)} loss,
-    on mesh {"x".join(map(str, split.mesh))} with {split.schedule}; {repeats} repeats. All else is as in the section on
-    compression, except that the embedding is synchronised fused."""
+    words = f"""[A probe](study.md#on-your-own-model) trains the lab's model densely and with each codec at each place.
+    Links are then set so that communication takes a given share of a dense step, by the planner's prediction, and
+    profiled. From both the planner chooses codecs within a budget of {percent(experiment.BUDGET)} loss, on mesh
+    {"x".join(map(str, split.mesh))} with {split.schedule}; {repeats} repeats. All else is as under Compression, with
+    the embedding synchronised fused."""
     if seeds:
         words += f""" Losses are validation losses after {trained[0]["validation"][-1][0]} steps against dense with the
         same seed: mean and standard error over {seeds} seeds, none of which the probe has seen."""

@@ -118,33 +118,6 @@ def _links(line: dict) -> str:
 # --- Figures ----------------------------------------------------------------------------------------------------------
 
 
-def _draw_speedups(lines: list[dict]) -> Figure:
-    figure = plots.figure(9, 4.2)
-    axes = figure.subplots()
-    plots.style(axes)
-    shares = [100 * line["share"] for line in lines]
-    for kind in lines[0]["seconds"]:
-        values, spreads = zip(*(speedups(line)[kind] for line in lines))
-        axes.errorbar(
-            shares,
-            values,
-            None if kind == DENSE else spreads,
-            color=COLORS.get(kind, figures.MUTED),
-            marker="o",
-            markersize=6,
-            linewidth=1.5,
-            capsize=3,
-            elinewidth=1.1,
-            label=kind,
-        )
-    axes.set_xticks(shares, [f"{line['share']:.0%}\n{line['rate']:.0f} Mbit/s" for line in lines])
-    axes.set_xlabel("of a dense step that communication takes, as predicted")
-    axes.set_ylabel("speed-up over dense")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.legend(**figures.LEGEND)
-    return figure
-
-
 def _draw_parts(lines: list[dict]) -> Figure:
     found = [parts(line) for line in lines]
     known = dict.fromkeys(part for kinds in found for values in kinds.values() for part in values)
@@ -177,13 +150,12 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     words = f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, width {width},
     {repeats} repeats. CB compresses the exposed gradients between stages with rank {cb["backward.rank"]}. FE fuses the
     synchronisation of the tied embedding. SC compresses gradients over data with rank {all_["data.rank"]} on the stages
-    whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{ALL}" compresses all messages
-    between stages, activations too, with rank {all_["backward.rank"]}, and all gradients over data.
-    "{experiment.INT8}" rounds all of these to 8 bits in blocks. "{experiment.MIXED}" rounds gradients over data to 4
-    bits, with error feedback; "{experiment.GRADIENTS}" rounds those between stages so, too, and "{experiment.TABLE}"
-    the embedding's. "Captured" is the share that a kind removes of the time that links cost a dense step. The links
-    are set so that communication takes a given share of a dense step, by the planner's prediction. {where} for 8.3B
-    parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures. "Bytes" are those
+    that the planner's rule chooses: {chosen}. "{ALL}" compresses all messages between stages with rank
+    {all_["backward.rank"]}, and all gradients over data. "{experiment.INT8}" rounds all of these to 8 bits in blocks.
+    "{experiment.MIXED}" rounds gradients over data to 4 bits, with error feedback; "{experiment.GRADIENTS}" those
+    between stages, too, and "{experiment.TABLE}" also the embedding's. "Captured" is the share that a kind removes of
+    the time that links cost a dense step. The links are set so that communication takes a given share of a dense step,
+    by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of Optimus-CC. "Bytes" are those
     that all devices send between hosts in a step, of a dense step's, counted in the compiled program."""
     return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward.rank'], all_['backward.rank'])}"
 
@@ -192,8 +164,8 @@ def _ranks(usual: int, small: int) -> str:
     """Return the reason for two ranks: the share of a message that each leaves."""
     here, there = experiment.messages()
     left = lambda rank, message: percent(1 / compression_ratio(*message, rank))  # noqa: E731
-    return f"""In that setting rank {usual} leaves {left(usual, there)} of a message between stages. Here messages are
-    smaller: rank {usual} leaves {left(usual, here)}, and rank {small} {left(small, here)}."""
+    return f"""Of a message between stages rank {usual} leaves {left(usual, here)} here, rank {small}
+    {left(small, here)}, and in that setting rank {usual} {left(usual, there)}."""
 
 
 def _unlimited(lines: list[dict], paper: dict | None) -> str:
@@ -267,11 +239,9 @@ def _seeds(cost: dict[str, list[float]]) -> str:
 
 
 def _blocks(lines: list[dict], paper: dict | None) -> list[str | Drawing]:
-    caption = "Speed-up over dense against the share of a dense step that communication takes."
     blocks: list[str | Drawing] = [
         _words(lines, paper),
         _times(lines, _free(paper), paper["wire"] if paper else {}),
-        Drawing("speedups", caption, _draw_speedups(lines)),
     ]
     if traced := [line for line in lines if parts(line)]:
         caption = """Parts of a step by kind of compression, as `paxtrain/profiling/breakdown.py` defines them; a

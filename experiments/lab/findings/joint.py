@@ -49,7 +49,7 @@ def section(folder: pathlib.Path) -> Section:
         "MB on the wire",
     )
     words = f"""All runs use the links of two_racks, {span(len(line["seconds"]) for line in lines.values())} repeats.
-    The baseline, with nothing chosen, is 1F1B over hosts in order without compression. Each single choice is the
-    quickest of its kind by the planner's prediction, with everything else as in the baseline. MB on the wire are the
-    bytes that all devices together send in a step, counted in the compiled program."""
+    The baseline is 1F1B over hosts in order without compression. Each single choice is the quickest of its
+    kind by the planner's prediction. MB on the wire are those of all devices in a step, counted in the compiled
+    program."""
     return Section(TITLE, lab("placements"), (SOURCE,), (target,), (words, table(headings, rows, words=2)))

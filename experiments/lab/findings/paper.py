@@ -3,15 +3,12 @@
 import pathlib
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments.lab.findings.gains import bound, captured, measured, speedup
 from experiments.lab.laboratory import summary
 from experiments.lab.measuring import paper as experiment
 from experiments.lab.measuring.compression import paper_speedups
-from experiments.lab.page import figures
 from experiments.lab.page.section import (
-    Drawing,
     Section,
     Target,
     factor,
@@ -24,7 +21,6 @@ from experiments.lab.page.section import (
     table,
 )
 from experiments.lab.records import Records
-from paxtrain.run import plots
 
 TITLE, SOURCE = "The papers' setting", "paper.jsonl"
 DENSE = experiment.DENSE
@@ -35,7 +31,6 @@ ADDS = Target(
     "each by more than its spread, and than half a percent of a step",
 )
 _LEAST = 0.005  # share of a step below which a gain is chance
-_COLORS = dict(zip(experiment.KINDS, (figures.INK, "#3c9d8f", "#8aa83a", "#d9822b"), strict=True))
 
 
 def gains(line: dict) -> dict[str, tuple[float, float]]:
@@ -60,22 +55,6 @@ def confirmed(gain: float, spread: float) -> bool:
     return gain > max(spread, _LEAST)
 
 
-def _draw(lines: list[dict]) -> Figure:
-    figure = plots.figure(9, 3.4)
-    panels = figure.subplots(1, len(lines), sharey=True, squeeze=False)[0]
-    for axes, line in zip(panels, lines):
-        plots.style(axes)
-        found = [summary(times) for times in line["seconds"].values()]
-        at, heights = range(len(found)), [one["median"] for one in found]
-        colors = [_COLORS[kind] for kind in line["seconds"]]
-        axes.bar(at, heights, 0.6, yerr=[one["spread"] for one in found], color=colors, capsize=3)
-        axes.axhline(summary(line["unlimited"])["median"], color=figures.MUTED, linestyle="--", linewidth=1.2)
-        axes.set_xticks(list(at), list(line["seconds"]), fontsize=8)
-        axes.set_title(f"{line['key']}; dashed: dense without limits of links", **figures.TITLE)
-    panels[0].set_ylabel("seconds of a step")
-    return figure
-
-
 # --- Words ------------------------------------------------------------------------------------------------------------
 
 
@@ -84,12 +63,12 @@ def _setting(lines: list[dict]) -> str:
     repeats = span(len(times) for line in lines for times in line["seconds"].values())
     chosen = ", ".join(f"{line['selected']} of {line['key']}" for line in lines)
     return f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, width {split.hidden},
-    {split.candidate.micro_batches} micro-batches, as 8.3B parameters have them with tensor 8, pipe 4 and data 4. The
-    links of {lines[0]["rate"]:.0f} Mbit/s are set so that communication takes {lines[0]["share"]:.0%} of a dense step
-    of 1F1B, as the planner predicts for that setting on 200 Gbit/s. The planner's rule chooses the stages of SC:
-    {chosen}. {repeats} repeats; losses are not compared. The head is as long as a layer, of which a stage has one;
-    there it is less than a tenth of a stage. "Takes off" is what CB, then FE, then SC takes off the step before it, as
-    a share of a dense step; "its bytes" is what the bytes that it removes take."""
+    {split.candidate.micro_batches} micro-batches, as 8.3B parameters have them with tensor 8, pipe 4 and data 4. On
+    links of {lines[0]["rate"]:.0f} Mbit/s communication takes {lines[0]["share"]:.0%} of a dense step of 1F1B, as the
+    planner predicts for that setting on 200 Gbit/s. The planner's rule chooses the stages of SC: {chosen}. {repeats}
+    repeats. The head is as long as a layer, of which a stage has one; there it is less than a tenth of a stage. "Takes
+    off" is what CB, then FE, then SC takes off the step before it, as a share of a dense step; "its bytes" is what the
+    bytes that it removes take."""
 
 
 def _traffic() -> str:
@@ -131,9 +110,9 @@ def _reason(lines: list[dict]) -> str:
     candidate = experiment.programs("1f1b", "all")[DENSE].candidate
     m, p = candidate.micro_batches, candidate.pipe
     return f"""The reason is in the bytes. CB compresses {p - 1} of {m} gradients that the first stage gets, and fewer
-    on the other links. FE changes a table that is
-    {percent(there.shares.embedding)} of the bytes. SC has the gradients over data, {percent(there.shares.data)}. On
-    CPUs the gradients that CB leaves as they are are not hidden; on GPUs they are. {_planner()}"""
+    on the other links; those that it leaves are hidden on GPUs, but not on CPUs. FE changes a table that is
+    {percent(there.shares.embedding)} of the bytes. SC has the gradients over data, {percent(there.shares.data)}.
+    {_planner()}"""
 
 
 def _planner() -> str:
@@ -154,11 +133,5 @@ def section(folder: pathlib.Path) -> Section:
         said = ", ".join(f"{part} {signed(gain)} ± {percent(spread)}" for part, (gain, spread) in found.items())
         met = all(confirmed(gain, spread) for gain, spread in found.values())
         target = ADDS.said(f"of a dense step: {said}", met)
-    blocks: list[str | Drawing] = [_setting(lines), _traffic()]
-    for line in lines:
-        blocks.append(_times(line))
-    blocks += [
-        _reason(lines),
-        Drawing("paper", "Step time of each kind, by schedule.", _draw(lines)),
-    ]
-    return Section(TITLE, command, (SOURCE,), (target,), tuple(blocks))
+    blocks = (_setting(lines), _traffic(), *map(_times, lines), _reason(lines))
+    return Section(TITLE, command, (SOURCE,), (target,), blocks)

@@ -4,15 +4,12 @@ import pathlib
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments.lab.findings.gains import measured
 from experiments.lab.laboratory import summary
 from experiments.lab.measuring import peer as experiment
 from experiments.lab.measuring.peer import COMPRESSED, DENSE, PYTORCH
-from experiments.lab.page import figures
 from experiments.lab.page.section import (
-    Drawing,
     Section,
     Target,
     factor,
@@ -24,7 +21,6 @@ from experiments.lab.page.section import (
     table,
 )
 from experiments.lab.records import Records
-from paxtrain.run import plots
 
 TITLE, SOURCE, COMMAND = "Beside PyTorch", "peer.jsonl", lab("peer")
 DENSE_AT, COMPRESSED_AT = (200.0, 50.0), (50.0,)
@@ -133,25 +129,6 @@ def _table(lines: list[Line]) -> str:
     return table(headings, rows, words=2)
 
 
-def _draw(lines: list[Line]) -> Figure:
-    figure = plots.figure(12, 4.2)
-    places = list(dict.fromkeys(map(_place, lines)))
-    for axes, place in zip(figure.subplots(1, len(places), squeeze=False)[0], places):
-        mine = [line for line in lines if _place(line) == place]
-        rates = [line["rate"] for line in mine]
-        for color, kind in zip((figures.INK, *figures.COLORS), mine[0]["kinds"]):
-            axes.plot(rates, [_median(line, kind) for line in mine], color=color, marker="o", label=kind)
-        plots.style(axes)
-        axes.set_xscale("log")
-        figures.plain_log(axes.xaxis, rates)
-        figures.from_zero(axes, *([_median(line, kind) for kind in line["kinds"]] for line in mine))
-        axes.set_title(f"mesh {place}", **figures.TITLE)
-        axes.set_xlabel("Mbit/s of every link")
-        axes.set_ylabel("seconds of a step")
-        axes.legend(**figures.LEGEND)
-    return figure
-
-
 def _parts(lines: list[Line]) -> list[str]:
     """Return where the time of our steps goes, as a table with a sentence, if that was measured."""
     broken = [(line, kind, parts) for line in lines for kind, parts in line.get("parts", {}).items()]
@@ -162,8 +139,7 @@ def _parts(lines: list[Line]) -> list[str]:
         (_place(line), f"{line['rate']:g}", kind, *(f"{parts[name]:.2f}" for name in names))
         for line, kind, parts in broken
     ]
-    words = """Seconds of our steps by part, as means over the hosts, by `paxtrain.profile`'s breakdown
-    (docs/profiling.md):"""
+    words = """Seconds of our steps by part, as means over the hosts ([the parts](profiling.md#the-breakdown)):"""
     return [words, table(("mesh", "Mbit/s", "", *names), rows, words=3)]
 
 
@@ -177,10 +153,9 @@ def _words(records: Records, lines: list[Line]) -> str:
     {split.hidden}, sequence {split.sequence} and a head apart from the embedding, in float32, from the same weights, on
     the same batches of {split.global_batch} sequences in micro-batches of {split.micro_batch}, with the same optimizer.
     PyTorch's keeps all that a backward needs, ours what save={saves} says. Eight hosts have
-    {percent(experiment.SHARE)} of a core each and compute for real; {repeats} repeats. A cell has a step with its
-    spread, and its time over PyTorch's. Bytes are those of the links' counters, compute is the processor time of all
-    hosts together. With int8 and with rank {experiment.RANK} all messages between stages and all gradients over data
-    are compressed."""
+    {percent(experiment.SHARE)} of a core each; {repeats} repeats. A cell has a step with its spread, and its time over
+    PyTorch's. Bytes are those of the links' counters, compute is the processor time of all hosts together. With int8
+    and with rank {experiment.RANK} all messages between stages and all gradients over data are compressed."""
 
 
 def section(folder: pathlib.Path) -> Section:
@@ -189,9 +164,7 @@ def section(folder: pathlib.Path) -> Section:
     lines = sorted((line for line in records if "kinds" in line), key=lambda line: (line["mesh"], -line["rate"]))
     if not lines:
         return Section(TITLE, COMMAND, (SOURCE,), (SAME, FASTER, MUCH_FASTER))
-    blocks: list[str | Drawing] = [_words(records, lines), _table(lines)]
-    blocks.append(Drawing("peer", "Step time against the links' rate: PyTorch's and ours.", _draw(lines)))
-    blocks += _parts(lines)
+    blocks = [_words(records, lines), _table(lines), *_parts(lines)]
     if costs := costs_of_compression(records):
         said = ", ".join(f"{signed(cost)} by {kind} on {place}" for (place, kind), cost in costs.items())
         blocks.append(

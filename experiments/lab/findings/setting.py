@@ -46,10 +46,10 @@ def _broken(folder: pathlib.Path) -> Iterator[str]:
         where the records ended: {listed(broken)}."""
 
 
-def scenarios() -> str:
+def _scenarios() -> str:
     """Return what each scenario is, whether or not it was measured."""
     scenes = [f"`{name}` ({_scene(scenario.load(name, 8))})" for name in scenario.names() if name != "uniform"]
-    return f"The scenarios are {listed(scenes)}."
+    return f"**Scenarios** are {listed(scenes)}."
 
 
 def _scene(scene: scenario.Scenario) -> str:
@@ -69,5 +69,5 @@ def _took(folder: pathlib.Path) -> Iterator[str]:
 
 def section(folder: pathlib.Path) -> Section:
     """Return the machine, and the emulated devices and links."""
-    blocks = (_devices(), LINKS, *_broken(folder), *_took(folder), _machines(folder))
+    blocks = (_devices(), LINKS, _scenarios(), *_broken(folder), *_took(folder), _machines(folder))
     return Section(TITLE, "python -m experiments.lab", (SOURCE,), (), blocks)

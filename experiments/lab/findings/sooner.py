@@ -80,8 +80,7 @@ def section(folder: pathlib.Path) -> Section:
     {lines[0]["rate"]:.0f} Mbit/s, where communication takes {lines[0]["share"]:.0%} of a dense step. The clock runs
     while they train, and stops for evaluations. Dense trains {dense} steps; {kind} trains until an evaluation, every
     {experiment.EVALUATED} steps, shows a loss as low; between two evaluations seconds are interpolated linearly. All
-    else is as in the section on compression. On links that cost nothing as many steps would take
-    {1 - lines[0]["share"]:.0%} of dense's time, as predicted."""
+    else is as under Compression."""
     headings = ("seed", "dense's last loss", "dense's time", f"time of {kind}", "of dense's", "its steps")
     drawing = Drawing("sooner", "Validation loss by the clock; dashed: where dense ends.", _draw(lines))
     return Section(TITLE, command, (SOURCE,), (target,), (words, table(headings, rows), drawing))

@@ -15,7 +15,6 @@ from experiments.lab.findings import (
     accuracy,
     adaptive,
     compression,
-    faults,
     growth,
     joint,
     links,
@@ -34,12 +33,12 @@ WIDTH = 120  # columns of a paragraph
 _MET = {True: "yes", False: "**no**", None: "open"}
 PARTS = (
     *(setting, links, accuracy, placement, compression, paper, sooner, adaptive),
-    *(schedules, joint, growth, peer, faults),
+    *(schedules, joint, growth, peer),
 )
 INTRODUCTION = """This page says how well the planner predicts and how much placement and compression gain, on clusters
 that are made of one machine. Each section names its records and the flag of `python -m experiments.lab` that makes
-them. Times are medians over repeats, taken in turn. A spread is half the distance between the quartiles. A speed-up's
-spread is that of the single repeats, paired as they were taken."""
+them. Times are medians over repeats, taken in turn. A spread is half the distance between the quartiles, of a speed-up
+that of the single repeats, paired as they were taken."""
 CAVEATS = (
     """**Devices are emulated**, except beside PyTorch, at a speed set in `experiments/lab/device.py`. The figures do
     not show how fast a GPU is, nor compute that varies.""",
@@ -47,7 +46,8 @@ CAVEATS = (
     here. The simulator's blocking model is tested; its overlapping model is only shown.""",
     """**One machine.** All hosts share its cores and its clock. There are no switches and almost no latency.""",
     """**A small model.** The fixed cost of a message weighs more than with large messages on fast links.""",
-    """**A reduce-scatter is an all-to-all here**, because gloo's own is wrong now and then (docs/compression.md).""",
+    """**A reduce-scatter is an all-to-all here**, because
+    [gloo's own is wrong now and then](compression.md#sums-between-processes-on-cpus).""",
     """**One seed** of rates, placements and training. The spread is taken over repeats within one run.""",
 )
 
@@ -107,8 +107,6 @@ def write(records: pathlib.Path, page: pathlib.Path) -> None:
         _targets([target for section in sections for target in section.targets]),
         "## What these figures cannot say",
         "\n".join(_filled(text, "- ") for text in (*_not_run(sections), *CAVEATS)),
-        "## Scenarios",
-        _filled(setting.scenarios()),
         *(block for section in sections for block in _blocks(section, beside.name)),
     ]
     page.write_text("\n\n".join(text) + "\n")

@@ -19,7 +19,7 @@ def test_without_records_the_page_says_that_nothing_was_run(tmp_path):
     results.write(tmp_path / "none", tmp_path / "docs" / "results.md")
     text = (tmp_path / "docs" / "results.md").read_text()
     assert "| yes |" not in text
-    assert text.count("Not run yet.") == 12
+    assert text.count("Not run yet.") == 11
     assert "**Not run:** Compression; `python -m experiments.lab --experiments=compression` does." in text
     assert "Nothing says on which machine" in text
     assert not list((tmp_path / "docs" / "results").iterdir())
