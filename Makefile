@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
+# Where Python may not keep what it compiles, each command compiles two thousand modules again: five seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train plan study bench gpu lab test test-clusters test-lab test-slow exports lint docs clean
 .DELETE_ON_ERROR:

@@ -1,5 +1,6 @@
 # What the gate and the nightly run share. Sourced by both, from the root of the project.
 export PYTHON=${PYTHON:-python3}
+unset PYTHONDONTWRITEBYTECODE  # as in the Makefile
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"; kill $(jobs -p) 2>/dev/null || true' EXIT
 
