@@ -129,6 +129,7 @@ def miniature(tmp_path):
     return tmp_path
 
 
+@pytest.mark.once
 def test_build_says_what_the_files_say():
     assert complaints(ROOT) == []
     assert len((ROOT / "BUILD").read_text().splitlines()) < 150

@@ -103,7 +103,8 @@ def errors(module="", **mesh):
     return [float(np.abs(other - one).max() / np.abs(one).max()) for one, other in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("shard", ["optimizer", pytest.param("none", marks=pytest.mark.once)])
+@pytest.mark.once
+@pytest.mark.parametrize("shard", ["optimizer", pytest.param("none", marks=pytest.mark.slow)])
 def test_its_gradients_are_those_of_one_device(replica, shard):
     assert max(errors(data=2, pipe=2, replica=2, shard=shard)) < 1e-5
 

@@ -127,6 +127,7 @@ def stress(processes, calls, kinds, sizes):
         assert lines == [f"wrong {kind} {size} 0" for kind in kinds for size in sizes]
 
 
+@pytest.mark.once
 def test_collectives_of_two_processes_are_right_at_any_timing():
     stress(2, 8, ("reduce_scatter", *OTHERS), (4 << 10, 1 << 20))
 

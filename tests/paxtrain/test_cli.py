@@ -90,6 +90,7 @@ def test_help_lists_a_mains_own_flags(monkeypatch, capsys, name):
     assert max(map(len, said.removeprefix(module.__doc__.strip()).splitlines())) <= 100
 
 
+@pytest.mark.once
 def test_groups_have_titles_and_libraries_are_left_to_helpfull(monkeypatch, capsys):
     assert mains.run(monkeypatch, mains.load("planner.run"), "--help") == 0
     first, _, choices = capsys.readouterr().out.partition("What a plan may choose:\n")

@@ -24,6 +24,7 @@ from tests.paxtrain.huggingface.folders import SHAPES, begin, folder_of, loss, r
 from tests.processes import run_processes
 
 
+@pytest.mark.once
 def test_a_run_begins_with_the_weights_of_a_model(tmp_path, capsys, monkeypatch):
     """On a mesh, from the first step: its first loss is the model's."""
     weights, _ = theirs("llama")

@@ -96,6 +96,7 @@ def test_an_exchange_after_each_step_of_sgd_is_dense_training(zero1):
         assert_close(shared(later, other), shared(dense, right), 2e-6)
 
 
+@pytest.mark.slow
 def test_gradients_may_be_summed_inside_pairs_of_a_groups_data_ranks():
     tokens, pairs = batches(2, 16), {"data_codec": "identity", "data_inside": 2, "min_ratio": 0.0}
     made, state, _ = trained(config((8, 1, 1), optimizer=SGD, compress=pairs), tokens)

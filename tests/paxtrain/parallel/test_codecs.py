@@ -89,6 +89,7 @@ def test_codecs_send_the_declared_bytes(zero1):
     assert 2 * declared == wire / 2 * (1 if zero1 else 2)
 
 
+@pytest.mark.slow  # the gate runs it on the newer Python
 def test_a_users_class_trains_on_both_axes_of_eight_devices():
     names = {"backward_codec": TOPK, "backward_options": {"k": 128}, "data_codec": TOPK, "data_options": {"k": 64}}
     losses, state = trained_steps(config((2, 2, 2), 2, **names, data_start=0.0), 12)
@@ -285,6 +286,7 @@ def test_the_error_of_a_group_has_the_shape_of_its_ranks_part():
         assert np.any(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, compress, within, zero1",
     [

@@ -66,7 +66,7 @@ def test_gradients_equal_one_device(c):
     check(c)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_gradients_equal_one_device_in_the_rows_of_gpus():
     check(case((2, 2, 1), (3, 1), schedule="1f1b"), overlap=True)
 
@@ -77,13 +77,14 @@ def test_gradients_equal_one_device_in_more_rows_of_gpus():
     check(case((2, 2, 1), (2, 4), schedule="gpipe"), overlap=True)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_emulated_ranks_compute_what_devices_do():
     c = case((2, 2, 1), (2, 1), layers=2)
     found = errors(small.emulated(c), reference(c.batch.global_batch, 0.0, c.model.layers))
     assert max(found.values()) <= TOLERANCE
 
 
+@pytest.mark.once
 def test_weights_of_ranks_instead_of_sequences_show(monkeypatch):
     """Each rank's mean over its own sequences is another mean, if ranks have different numbers of them."""
     c = case((2, 1, 1), (2, 1))
@@ -160,6 +161,7 @@ def test_a_rank_sends_the_messages_of_its_own_micro_batches(schedule):
     assert sent == dict.fromkeys(edges, table)
 
 
+@pytest.mark.once
 def test_equal_numbers_are_the_program_without_them():
     c = config((2, 2, 1), 12)
     named = dataclasses.replace(c, batch=BatchConfig(12, 2, "3,3"))

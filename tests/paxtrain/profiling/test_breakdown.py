@@ -159,6 +159,7 @@ PRIMITIVES = {
 }
 
 
+@pytest.mark.once
 def test_every_collective_of_a_step_has_the_part_of_what_it_was_written_for(everything):
     trained, compiled = everything
     text = compiled.as_text()
@@ -215,6 +216,7 @@ def test_the_table_has_shares_of_the_step_and_no_part_that_takes_no_time(snapsho
     snapshot("breakdown.txt", table(seconds, hidden))
 
 
+@pytest.mark.once
 def test_a_head_that_sleeps_shows_in_the_head_and_where_the_other_stage_waits_for_it(monkeypatch):
     pause, head = 0.5, transformer.head_gradients  # long beside what another program on this machine takes at a time
 

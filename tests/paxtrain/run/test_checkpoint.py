@@ -361,6 +361,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.once
 def test_two_processes_save_and_agree_on_what_is_damaged(tmp_path):
     run_processes(HERE + DAMAGED, tmp_path / "run")
     assert restore(tmp_path / "run", (1, 2, 4)) == (2, [])

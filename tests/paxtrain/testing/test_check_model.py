@@ -32,6 +32,7 @@ def test_scalars_of_layers_train_on_a_mesh_as_on_one_device():
     check_model(ModelConfig(**SHAPE, module=ROUTED))
 
 
+@pytest.mark.once
 def test_layers_of_two_kinds_train_on_a_mesh_as_on_one_device():
     """The first stage has its dense layer first, the second one in the middle, so they share four slots."""
     found = check_model(ModelConfig(**SHAPE | {"layers": 6}, module=MIXED))
@@ -44,6 +45,7 @@ def test_gradients_that_are_only_rounding_are_not_compared():
     assert len(found) == 2
 
 
+@pytest.mark.once
 def test_one_device_emulates_a_mesh(monkeypatch):
     """Also one whose tensor groups split the sequence, as they do with all schedules but the first."""
     real = jax.devices
@@ -52,6 +54,7 @@ def test_one_device_emulates_a_mesh(monkeypatch):
     assert "gradients on 1x2x2 with 1f1b are those of one device" in found
 
 
+@pytest.mark.once
 def test_a_reference_without_the_weighted_scalars_is_another(monkeypatch):
     monkeypatch.setattr(transformer, "objective", lambda loss, scalars, config: loss)
     with pytest.raises(AssertionError, match="embedding/token differs by"):

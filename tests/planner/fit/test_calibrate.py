@@ -278,6 +278,7 @@ def test_settings_together_are_each_by_itself():
     np.testing.assert_allclose(model.seconds(constants, speed, factor), each, rtol=1e-12)
 
 
+@pytest.mark.once
 def test_layer_cost_factors_are_found_bounded_and_one_without_data():
     whole, drawn = _measured(_grid(), 0.002, 1, factor_spread=0.15)
     wild, missing = (2048, 2, 2), (1024, 2, 2)
@@ -398,6 +399,7 @@ def test_runs_that_stall_are_told_and_their_time_and_number_found():
     assert np.all(predicted.expected > predicted.plain)
 
 
+@pytest.mark.once
 def test_intervals_hold_what_they_say():
     rows, _ = _stalled(_piped(), 0.03, 0.3, 12)
     fitted, held = _halves(rows, 24, 3)
@@ -410,6 +412,7 @@ def test_intervals_hold_what_they_say():
     assert np.mean((low <= measured) & (measured <= high)) < inside
 
 
+@pytest.mark.once
 def test_a_model_without_fitted_runs_is_less_certain():
     rows, _ = _stalled(_piped(), 0.0, 0.0, 14)
     small, large = ([row for row in rows if row.hidden == hidden] for hidden in (1024, 2048))
@@ -417,6 +420,7 @@ def test_a_model_without_fitted_runs_is_less_certain():
     assert np.all(one > 0.04) and np.all(one > both)
 
 
+@pytest.mark.once
 def test_errors_of_a_model_that_is_left_out_widen_intervals_of_others():
     rows, _ = _stalled(_piped(), 0.0, 0.0, 14)
     slow = [dataclasses.replace(r, seconds=r.seconds * (1.5 if r.hidden == 2048 else 1)) for r in rows]
@@ -442,6 +446,7 @@ def test_many_rows_begin_with_few(monkeypatch):
     np.testing.assert_allclose(calibrate.fit(rows).predict(rows), whole, rtol=0.03)
 
 
+@pytest.mark.once
 def test_trainers_own_constants_and_have_no_factors():
     rows, _ = _stalled(_piped(), 0.0, 0.0, 13)
     other = [dataclasses.replace(row, cluster="other") for row in rows]

@@ -228,6 +228,7 @@ def test_fits_predicts_scores_and_writes(tmp_path, run):
     assert "lab" in said and "old" in said
 
 
+@pytest.mark.once
 def test_other_methods_say_something_else(table, tmp_path, run):
     said = {m: run(f"--trials={table}", "--fit=10", f"--method={m}", f"--out={tmp_path / m}")[1] for m in METHODS}
     errors = {method: json.loads(text.splitlines()[-1])["mape"] for method, text in said.items()}
@@ -235,7 +236,7 @@ def test_other_methods_say_something_else(table, tmp_path, run):
     assert abs(errors["simulate"] - errors["amp"]) < 1e-3 < abs(errors["simulate"] - errors["pipette"])
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_folds_and_seeds(table, tmp_path, run):
     code, said, _ = run(f"--trials={table}", "--folds=2", f"--out={tmp_path / 'out'}")
     result = json.loads(said.splitlines()[-1])

@@ -236,6 +236,7 @@ def halves():
     return config, made
 
 
+@pytest.mark.once
 def test_data_ranks_on_slow_hosts_get_fewer_micro_batches(halves):
     config, made = halves
     found = planner.plan(config, made, HALVES, explained=True)

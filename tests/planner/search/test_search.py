@@ -155,6 +155,7 @@ def test_sequence_parallelism_is_taken_where_memory_or_links_are_short():
     assert {f.candidate.sequence_parallel for f in search(budget=tight, choices=choices).run().ranked} == {True}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("sequence_parallel", "slower"), [(True, 0), pytest.param(False, 9, marks=pytest.mark.slow)])
 def test_the_plan_is_the_candidate_on_its_hosts(sequence_parallel, slower):
     """On links that are ten times slower it also compresses over data, on some stages."""
