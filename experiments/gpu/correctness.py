@@ -1,8 +1,9 @@
 """Do all programs run, are their losses and gradients those of the CPU, and does a run resume with equal bits?
 
 The reference is jax.grad of the plain model on the CPU, in float32 with float32 products. Our step computes the same on
-this device: with one stage for every save mode, and with every schedule on two stages that the device emulates. In
-bfloat16 the plain model differs from the reference on the CPU, too; ours may differ twice as much.
+this device: with one stage for every save mode, with every schedule on two stages that the device emulates, and with
+each sequence on two emulated devices. In bfloat16, where cuDNN computes the attention, the plain model differs from the
+reference on the CPU, too; ours may differ twice as much.
 """
 
 import dataclasses
@@ -85,8 +86,7 @@ def gradients(folder: pathlib.Path, model: dict[str, Any], cases: list[dict[str,
         UserError: errors are above the bounds; the message names the cases.
     """
     model = model | {"model.dtype": dtype}
-    one_device = {"mesh.data": 1, "mesh.pipe": 1, "mesh.tensor": 1}
-    config = load_config("tiny", model | one_device)
+    config = load_config("tiny", model | _ONE)
     with jax.default_device(jax.devices("cpu")[0]):
         params = jax.device_get(transformer.init(config.model, jax.random.key(0)))
         # Large and random, so that zeros hide no error.
@@ -103,9 +103,7 @@ def gradients(folder: pathlib.Path, model: dict[str, Any], cases: list[dict[str,
     for case in cases:
         settings = {key: value for key, value in case.items() if "." in key}
         virtual = case["virtual"]
-        ours = _ours(
-            load_config("tiny", model | (settings if virtual else one_device | settings)), virtual, params, tokens
-        )
+        ours = _ours(load_config("tiny", model | _ONE | settings), virtual, params, tokens)
         found[case["name"]] = _errors(ours, reference)
     wrong = [name for name, errors in found.items() if any(not errors[key] <= bounds[key] for key in bounds)]
     if wrong:
@@ -180,9 +178,14 @@ _SAVES = [
     {"name": f"save={save}", "virtual": False, "pipeline.save": save}
     for save in ("dots", "residuals", "layer_inputs", "inputs")
 ]
-_TWO = {"virtual": True, "mesh.data": 1, "mesh.pipe": 2, "mesh.tensor": 1}
+_ONE = {"mesh.data": 1, "mesh.pipe": 1, "mesh.tensor": 1}
+_TWO = {"virtual": True} | _ONE | {"mesh.pipe": 2}
 _SCHEDULES = [_TWO | {"name": f"{name}, 1x2x1"} | settings_of(name) for name in names()]
 _SPLIT = [_TWO | {"name": f"{name}, 1x2x1"} | settings_of(name) for name in names(lambda spec: spec.splits)[:1]]
+_SHARED = [
+    {"name": f"context=2, {form}", "virtual": True, "mesh.context": 2, "mesh.context_form": form} | _ONE
+    for form in ("ring", "gather")
+]
 _UNTUNED = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}  # finding fast products takes most of the time of compiling
 _DETERMINISTIC = {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"}
 _MODEL = {
@@ -220,15 +223,15 @@ SECTION = Section(
     seconds=210,
     parts={
         FULL: (
-            *_gradients(_MODEL, "float32", _SAVES, _SCHEDULES),
-            *_gradients(_MODEL, "bfloat16", _SAVES, _SCHEDULES),
+            *_gradients(_MODEL, "float32", _SAVES, _SCHEDULES + _SHARED),
+            *_gradients(_MODEL, "bfloat16", _SAVES, _SCHEDULES + _SHARED),
             SectionPart("resume, float32", resume, {"settings": {}, "steps": 8}, _DETERMINISTIC),
             SectionPart(
                 "resume, bfloat16", resume, {"settings": {"model.dtype": "bfloat16"}, "steps": 8}, _DETERMINISTIC
             ),
         ),
         TOY: (
-            *_gradients(_SMALL, "float32", _SAVES[:1], _SPLIT),
+            *_gradients(_SMALL, "float32", _SAVES[:1], _SPLIT + _SHARED[:1]),
             *_gradients(_SMALL, "bfloat16", _SAVES[:1], []),
             SectionPart("resume", resume, {"settings": _SMALL, "steps": 4}, _DETERMINISTIC),
         ),
