@@ -241,6 +241,7 @@ def test_ranks_of_codecs_without_state_start_anew_on_another_mesh(home, tmp_path
     assert len(run.ranks.current) == 1 and len(losses(tmp_path / "run")) == 8
 
 
+@pytest.mark.slow
 def test_selective_measures_or_takes_given_times(home, tmp_path, capsys):
     given = {"data_stage_seconds": "1.0,0.2", "data_reduce_seconds": "0.5,0.5", "data_compressed_seconds": "0.1,0.1"}
     changes = {f"compress__{key}": value for key, value in given.items()}

@@ -123,7 +123,7 @@ def test_full_rank_is_no_compression(how):
     assert max(found.values()) <= 2e-4  # normal equations with a ridge of 1e-6
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_rank_that_skips_keeps_the_state_of_its_codecs():
     """Rank 1 has one micro-batch. In a run of that one alone the codec has the same state."""
     compress = compression(backward_messages="all", backward_rank=2, min_ratio=0.0)

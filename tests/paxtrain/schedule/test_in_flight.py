@@ -47,7 +47,7 @@ def test_more_in_flight_takes_less_time_from_1f1b_to_eager(stages):
         assert found == pytest.approx(lower)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_gradients_of_a_value_between_are_those_of_autodiff():
     """Four micro-batches in flight on three stages; the plain model on one device is the reference."""
     c = small.config((1, 3), (5, 1), model={"layers": 3}, pipeline={"schedule": "1f1b", "in_flight": 4})

@@ -168,7 +168,7 @@ def finished(home, out, resume=False):
     return config, outcomes
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, monkeypatch, compile_step):
     # The test is not about compilation, so each program is compiled once and without optimization.
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)

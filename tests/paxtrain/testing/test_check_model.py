@@ -32,7 +32,7 @@ def test_scalars_of_layers_train_on_a_mesh_as_on_one_device():
     check_model(ModelConfig(**SHAPE, module=ROUTED))
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_layers_of_two_kinds_train_on_a_mesh_as_on_one_device():
     """The first stage has its dense layer first, the second one in the middle, so they share four slots."""
     found = check_model(ModelConfig(**SHAPE | {"layers": 6}, module=MIXED))
