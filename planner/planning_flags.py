@@ -42,8 +42,9 @@ _DECIDED = {
     "compress.data.stages": "--compress=data",
     "compress.data.rank": "--data_ranks={}",
 }
-# What a plan sets to what suits its schedule and its links, without a flag.
+# What a plan sets to what suits its hosts, its schedule and its links, without a flag.
 _SET = (
+    "mesh.shard_group",
     "pipeline.idle",
     "compress.backward.links",
     "compress.forward.links",

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 DATA, PIPE, CONTEXT, TENSOR = "data", "pipe", "context", "tensor"
+# With mesh.shard_group the device mesh has data in two parts: the groups, and DATA, the data ranks of a group.
+REPLICA = "replica"
 
 
 @dataclasses.dataclass(frozen=True)

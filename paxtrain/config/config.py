@@ -306,6 +306,13 @@ class Config(Checked):
             return
         ways = each("mesh.shard", ("optimizer",))
         require(
+            not (self.mesh.shard_group and self.outer.every),
+            f"mesh.shard_group={self.mesh.shard_group} sums gradients between groups in each step, and outer.every="
+            f"{self.outer.every} lets groups train apart",
+            {"mesh.shard_group": 0},
+            {"outer": OUT},
+        )
+        require(
             not self.uneven,
             f"mesh.shard={shard} needs data ranks that run the same micro-batches, but batch.data_micro_batches="
             f"{self.batch.data_micro_batches}",

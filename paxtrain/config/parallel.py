@@ -7,8 +7,20 @@ from typing import Any, overload
 
 import numpy as np
 
-from paxtrain.config.axes import AXES, AxisSizes, batch_axes, layer_sizes, replica_axes, token_axes
-from paxtrain.config.checks import OUT, Checked, bounded, choice, counts, each, multiples_near, positive, require, shown
+from paxtrain.config.axes import AXES, DATA, REPLICA, AxisSizes, batch_axes, layer_sizes, replica_axes, token_axes
+from paxtrain.config.checks import (
+    OUT,
+    Checked,
+    bounded,
+    choice,
+    counts,
+    each,
+    multiples_near,
+    near,
+    positive,
+    require,
+    shown,
+)
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, ScheduleSpec, between_ends, names, spec_of
 
@@ -52,6 +64,8 @@ class MeshConfig(Checked):
             state; a step gathers the weights and reduce-scatters the gradients once); "gradients" (also the sums of
             gradients, which each micro-batch reduce-scatters); or "weights" (also the weights, which each layer gathers
             when it needs them).
+        shard_group: neighbouring data ranks that share the weights and sums that are sharded; groups of them have
+            copies, and sum gradients with each other once a step. 0: all data ranks are one group.
         sequence_parallel: whether a tensor group splits the sequence between the split matrices, so that each device
             keeps and sends a part of the activations.
         context: devices that share each sequence, for long ones.
@@ -68,6 +82,7 @@ class MeshConfig(Checked):
     reduce_dtype: str = "float32"
     context: int = 1
     context_form: str = "ring"
+    shard_group: int = 0
 
     def check(self) -> None:
         positive("mesh", self, *AXES)
@@ -75,11 +90,29 @@ class MeshConfig(Checked):
         choice("mesh.shard", self.shard, SHARDS)
         choice("mesh.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         choice("mesh.context_form", self.context_form, CONTEXT_FORMS)
+        self._check_groups()
         require(
             not self.sequence_parallel or self.tensor > 1,
             f"mesh.sequence_parallel splits the sequence over tensor, but mesh.tensor={self.tensor}",
             {"mesh.tensor": 2},
             {"mesh.sequence_parallel": False},
+        )
+
+    def _check_groups(self) -> None:
+        """Require that data ranks fall into groups of `shard_group` that have something to share."""
+        group = self.shard_group
+        require(group >= 0, f"mesh.shard_group must be 0 or more, got {group}")
+        require(
+            not group or self.shards_sums,
+            f"mesh.shard_group={group} is about weights and sums of gradients in shards, but mesh.shard={self.shard} "
+            "has them whole",
+            each("mesh.shard", ("weights", "gradients")),
+            {"mesh.shard_group": 0},
+        )
+        require(
+            not group or self.data % group == 0,
+            f"mesh.shard_group={group} does not divide mesh.data={self.data}",
+            each("mesh.shard_group", near(self.data, group)),
         )
 
     @classmethod
@@ -125,6 +158,26 @@ class MeshConfig(Checked):
     def shards_sums(self) -> bool:
         """True if a data rank sums its shards of the gradients only, which each micro-batch reduce-scatters."""
         return self.shard in ("gradients", "weights")
+
+    @property
+    def copies(self) -> int:
+        """Number of groups of data ranks that have the same sharded weights, or sums of the same gradients."""
+        return self.data // self.shard_group if self.shard_group else 1
+
+    @property
+    def sharing(self) -> int:
+        """Number of devices that share the shards of weights and of sums: those of a group."""
+        return self.replicas // self.copies
+
+    @property
+    def device_sizes(self) -> dict[str, int]:
+        """Sizes of the axes of the device mesh: `sizes`, with data in two parts if there are several `copies`."""
+        groups, inside = self.copies, self.data // self.copies
+        return {REPLICA: groups, **self.sizes, DATA: inside} if groups > 1 else self.sizes
+
+    def over(self, *axes: str) -> tuple[str, ...]:
+        """Return the axes of the device mesh that make up some axes, the major ones first."""
+        return (*(REPLICA,) * (DATA in axes and self.copies > 1), *axes)
 
     @property
     def devices(self) -> int:

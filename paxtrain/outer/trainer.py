@@ -298,7 +298,7 @@ class GroupedTrainer(Trainer):
 
     def _difference(self, state: Any, own: Params, fragment: int) -> tuple[Params, Any]:
         """Return the mean difference of a fragment over groups, and the reducer's next states. All is sent here."""
-        specs, states = self._part_specs(fragment), _apart(device_spec())
+        specs, states = self._part_specs(fragment), _apart(device_spec(self.config.mesh))
 
         def local(shared: Params, own: Params, codec: Any) -> tuple[Params, Any]:
             own, codec = jax.tree.map(lambda x: x[0], own), jax.tree.map(lambda x: x[(0,) * len(states)], codec)

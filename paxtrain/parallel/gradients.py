@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress.codec import State, Tree
-from compress.collectives import all_gather, narrowed, own_part, packed, packed_scatter, reduce_scatter
+from compress.collectives import Axis, all_gather, axis_size, narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
 from paxtrain.config.axes import AXES, PIPE, replica_axes, token_axes
 from paxtrain.parallel.compression.settled import Compression
@@ -41,14 +41,11 @@ def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
     return x + permute(x, PIPE, ((first, last), (last, first)))
 
 
-def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
-    """Return the mean of an array over data: this rank's shard along dim, or all of it if dim is -1."""
-    data = layout.config.mesh.replicas
-    if data == 1:
-        return x
+def _mean(layout: Layout, x: jax.Array, dim: int, axes: Axis) -> jax.Array:
+    """Return the mean of an array over axes: this rank's shard along dim, or all of it if dim is -1."""
     wire = _on_wire(layout, x)
-    total = lax.psum(wire, layout.replica_axes) if dim < 0 else reduce_scatter(wire, layout.replica_axes, dim)
-    return total.astype(x.dtype) / data
+    total = lax.psum(wire, axes) if dim < 0 else reduce_scatter(wire, axes, dim)
+    return total.astype(x.dtype) / axis_size(axes)
 
 
 def _on_wire(layout: Layout, x: jax.Array) -> jax.Array:
@@ -56,15 +53,22 @@ def _on_wire(layout: Layout, x: jax.Array) -> jax.Array:
     return narrowed(x, layout.config.mesh.reduce_dtype)
 
 
-def front(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
+def front(x: jax.Array, dim: int, parts: int) -> jax.Array:
     """Return the front of an accumulator, which has the size of a shard.
 
     Args:
-        layout: layout of the parameters.
         x: the accumulator.
-        dim: dim that is split over data; -1: none, and the front is all of it.
+        dim: dim that the reduction has split; -1: none, and the front is all of it.
+        parts: number of parts.
     """
-    return x if dim < 0 else lax.slice_in_dim(x, 0, x.shape[dim] // layout.config.mesh.replicas, axis=dim)
+    return x if dim < 0 or parts == 1 else lax.slice_in_dim(x, 0, x.shape[dim] // parts, axis=dim)
+
+
+def left_to_reduce(layout: Layout, *path: str) -> Axis | None:
+    """Return the axes over which the sums of an array's gradients are reduced at a step's end; None if over none."""
+    if layout.in_shards(*path) is not None:
+        return layout.copies_axis
+    return layout.replica_axes if layout.config.mesh.replicas > 1 else None
 
 
 @jax.named_scope("embedding")
@@ -86,16 +90,14 @@ def reduce_tables(compression: Compression, grads: Params, state: State, edges: 
     if compression.tables is not None:
         return compression.tables.reduce(grads, state, edges)
     x = grads["token"]
-    if layout.in_shards("embedding", "token") is not None:
-        return {"token": x}, state
-    data, dim = layout.config.mesh.replicas, layout.data_dims()["embedding"]["token"]
+    axes, dim = left_to_reduce(layout, "embedding", "token"), layout.data_dims()["embedding"]["token"]
     if layout.config.model.tied_head:
         dim = scatter_dim(layout)
-    if data == 1:
+    if axes is None:
         return {"token": x}, state
 
     def run(v: jax.Array) -> jax.Array:
-        return _mean(layout, v, dim)
+        return _mean(layout, v, dim, axes)
 
     return {"token": run(x) if edges else on_edges(layout, run, x)}, state
 
@@ -140,41 +142,40 @@ def _trees(layers: list[Params], arrays: dict[ArrayKey, jax.Array]) -> list[Para
     ]
 
 
-def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int], axes: Axis) -> list[jax.Array]:
     """Return `_mean` of each array, in one collective for the shards and one for whole arrays (dim -1)."""
-    data, means = layout.config.mesh.replicas, list(arrays)
-    if data == 1:
-        return means
+    ranks, means = axis_size(axes), list(arrays)
     arrays = [_on_wire(layout, x) for x in arrays]
     shards, whole = ([i for i, dim in enumerate(dims) if (dim >= 0) == sharded] for sharded in (True, False))
-    sums = packed_scatter([arrays[i] for i in shards], [dims[i] for i in shards], layout.replica_axes)
+    sums = packed_scatter([arrays[i] for i in shards], [dims[i] for i in shards], axes)
     for i, x in zip(shards, sums, strict=True):
-        means[i] = x.astype(means[i].dtype) / data
-    run = functools.partial(lax.psum, axis_name=layout.replica_axes)
+        means[i] = x.astype(means[i].dtype) / ranks
+    run = functools.partial(lax.psum, axis_name=axes)
     for i, x in zip(whole, packed(run, [arrays[i] for i in whole]), strict=True):
-        means[i] = x.astype(means[i].dtype) / data
+        means[i] = x.astype(means[i].dtype) / ranks
     return means
 
 
-def means(layout: Layout, tree: T, dims: Tree) -> T:
+def means(layout: Layout, tree: T, dims: Tree, axes: Axis) -> T:
     """Return `_mean` of each array of a tree, packed if XLA does not bucket collectives (see weights.py).
 
     Args:
         layout: layout of the parameters.
-        tree: gradients that are sums over this data rank's samples.
-        dims: for each array the dim that is split over data, or -1.
+        tree: gradients that are sums over the samples of this device, or of its group.
+        dims: for each array the dim that is split, or -1.
+        axes: axes over which the means are.
     """
     arrays, structure = jax.tree.flatten(tree)
     dims = jax.tree.leaves(dims)
-    if layout.config.mesh.replicas == 1:
+    if axis_size(axes) == 1:
         return tree
 
     def each(arrays: list[jax.Array]) -> list[jax.Array]:
         # The shard of a single layer is contiguous. For stacked layers XLA would transpose all of it.
-        return [_mean(layout, x, dim) for x, dim in zip(arrays, dims, strict=True)]
+        return [_mean(layout, x, dim, axes) for x, dim in zip(arrays, dims, strict=True)]
 
     def together(arrays: list[jax.Array]) -> list[jax.Array]:
-        return _packed_means(layout, arrays, dims)
+        return _packed_means(layout, arrays, dims, axes)
 
     return jax.tree.unflatten(structure, lax.platform_dependent(arrays, cpu=together, default=each))
 
@@ -213,7 +214,7 @@ def _compressed_layers(
 
     rest = [place for place in gradients if place not in compressed]
     along = [without_stage(dims[name][leaf]) for _, name, leaf in rest]
-    dense = _packed_means(layout, [gradients[place] for place in rest], along)
+    dense = _packed_means(layout, [gradients[place] for place in rest], along, layout.replica_axes)
     reduced = dict(zip(rest, dense, strict=True))
     reduced |= dict(zip(compressed, decoded, strict=True))
     return _trees(layers, reduced), stored(states), left_out
@@ -272,9 +273,12 @@ def reduce_layers(
     dims, arrays = layout.data_dims()["layers"], dict[ArrayKey, jax.Array]()
     for i, layer in enumerate(layers):
         arrays |= {(i, *path): layer[path[0]][path[1]] for path in paths(layer)}
-    some = [key for key in arrays if layout.in_shards("layers", *key[1:]) is None]  # the others are reduced
-    along = [without_stage(dims[name][leaf]) for _, name, leaf in some]
-    arrays |= dict(zip(some, means(layout, [arrays[key] for key in some], along), strict=True))
+    left = {key: left_to_reduce(layout, "layers", *key[1:]) for key in arrays}
+    for axes in dict.fromkeys(left.values()):
+        if axes is not None:
+            some = [key for key in arrays if left[key] == axes]
+            along = [without_stage(dims[name][leaf]) for _, name, leaf in some]
+            arrays |= dict(zip(some, means(layout, [arrays[key] for key in some], along, axes), strict=True))
     return _trees(layers, arrays), state, LeftOut(zero, zero)
 
 
@@ -306,4 +310,4 @@ def global_norm(layout: Layout, grads: Params) -> jax.Array:
 
     every = jax.tree.leaves(jax.tree_util.tree_map_with_path(squares, grads, dims))
     total = functools.reduce(jnp.add, every)
-    return jnp.sqrt(gather(total, tuple(mesh.sizes)).sum())
+    return jnp.sqrt(gather(total, tuple(mesh.device_sizes)).sum())

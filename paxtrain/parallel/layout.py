@@ -28,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from compress.collectives import Axis
 from paxtrain.config import Config
-from paxtrain.config.axes import AXES, DATA, PIPE, replica_axes
+from paxtrain.config.axes import AXES, DATA, PIPE, REPLICA, replica_axes
 from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Parameter, Params
 from paxtrain.model.tensor_parallel import Group
@@ -41,6 +42,11 @@ from paxtrain.schedule.stage_map import StageMap
 def is_spec(x: object) -> bool:
     """Return whether a node of a tree is a PartitionSpec, which jax may take for a tuple."""
     return isinstance(x, PartitionSpec)
+
+
+def _named(axes: tuple[str, ...]) -> Axis:
+    """Return several axes as a tuple, and a single one by its name."""
+    return axes if len(axes) > 1 else axes[0]
 
 
 def names(path: tuple) -> tuple[str, ...]:
@@ -133,10 +139,24 @@ class Layout:
         )
 
     @property
-    def replica_axes(self) -> str | tuple[str, ...]:
+    def replica_axes(self) -> Axis:
         """Mesh axes over which gradients are reduced and states are sharded."""
-        axes = replica_axes(self.config.mesh.sizes)
-        return axes if len(axes) > 1 else axes[0]
+        return _named(self._replica_axes)
+
+    @property
+    def _replica_axes(self) -> tuple[str, ...]:
+        """The same as a tuple, the major axis first: a state's shard is a part of the one that a group's device has."""
+        return (*replica_axes(self.config.mesh.sizes), *(REPLICA,) * (self.config.mesh.copies > 1))
+
+    @property
+    def group_axes(self) -> Axis:
+        """Mesh axes over which a group of data ranks shares weights and sums in shards."""
+        return _named(replica_axes(self.config.mesh.sizes))
+
+    @property
+    def copies_axis(self) -> Axis | None:
+        """Mesh axis of the groups of data ranks; None if all ranks are one group."""
+        return REPLICA if self.config.mesh.copies > 1 else None
 
     def padding(self) -> float:
         """Return the share of layer slots without a layer, which is the memory cost of uneven stages."""
@@ -168,7 +188,7 @@ class Layout:
             spec[dim] += (axis,)
         shard = self.data_dim(path, shape) if data else None
         if shard is not None:
-            spec[shard] += replica_axes(self.config.mesh.sizes)
+            spec[shard] += self._replica_axes
         return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in spec))
 
     def data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
@@ -300,7 +320,7 @@ class Layout:
                 return PartitionSpec(*parts[1:])
             rows = self._stacked(path)
             if (rows != np.arange(len(rows))).any():
-                sizes = self.config.mesh.sizes
+                sizes = self.config.mesh.device_sizes
                 parts[0] = None
                 for dim in range(1, len(parts)):
                     axes = parts[dim] if isinstance(parts[dim], tuple) else (parts[dim],) if parts[dim] else ()

@@ -16,14 +16,14 @@ T = TypeVar("T")  # a pytree of arrays
 MOST_CPU_DEVICES = 1024  # per process: 2,048 take a third of a second to create, 40,000 take more than minutes
 
 
-def batch_spec() -> PartitionSpec:
+def batch_spec(config: MeshConfig) -> PartitionSpec:
     """Return the PartitionSpec of a batch, whose sequences are split."""
-    return PartitionSpec(batch_axes())
+    return PartitionSpec(config.over(*batch_axes()))
 
 
-def device_spec() -> PartitionSpec:
+def device_spec(config: MeshConfig) -> PartitionSpec:
     """Return the PartitionSpec of arrays with the axes as leading dims, of which each device has a separate part."""
-    return PartitionSpec(*AXES)
+    return PartitionSpec(*map(config.over, AXES))
 
 
 def local(tree: T) -> T:
@@ -71,7 +71,7 @@ def host_major(hosts: Sequence[str], names: Sequence[str]) -> list[jax.Device]:
 def make_mesh(
     config: MeshConfig, order: Sequence[int] | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Return the mesh of a run, with all axes.
+    """Return the mesh of a run, with the axes of `MeshConfig.device_sizes`.
 
     Args:
         config: Sizes of the axes.
@@ -90,8 +90,8 @@ def make_mesh(
         )
     if order is not None:
         devices = [devices[i] for i in order]
-    grid = np.array(devices).reshape(*config.sizes.values())
-    return Mesh(grid, tuple(config.sizes), axis_types=(AxisType.Auto,) * grid.ndim)
+    grid = np.array(devices).reshape(*config.device_sizes.values())
+    return Mesh(grid, tuple(config.device_sizes), axis_types=(AxisType.Auto,) * grid.ndim)
 
 
 def process_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:

@@ -52,7 +52,7 @@ def route(layout: Layout) -> list[Params]:
     def move(path: tuple, spec: PartitionSpec, axis: str, size: int) -> PartitionSpec:
         rows = shapes[path].shape[0] // layout.stages
         first, *inner = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-        dealt = math.prod(mesh.sizes[other] for other in first if other != PIPE)
+        dealt = math.prod(mesh.device_sizes[other] for other in first if other != PIPE)
         splits = is_matrix(layout.config.model, path) and any(axis in entry for entry in inner)
         if not splits or size == 1 or rows % (dealt * size):
             return spec
@@ -60,8 +60,8 @@ def route(layout: Layout) -> list[Params]:
         return PartitionSpec(*(entry or None for entry in moved))
 
     found = [layout.specs()]
-    for axis in (DATA, *reversed(layer_axes())):
-        step = functools.partial(move, axis=axis, size=mesh.sizes[axis])
+    for axis in (*mesh.over(DATA), *reversed(layer_axes())):
+        step = functools.partial(move, axis=axis, size=mesh.device_sizes[axis])
         found.append(jax.tree_util.tree_map_with_path(step, found[-1], is_leaf=lambda x: isinstance(x, PartitionSpec)))
     return found
 

@@ -130,7 +130,7 @@ class DataReduction:
         rest = [{k: x for k, x in part.items() if k not in coded} for part in (grads.embedding, grads.final_norm)]
         groups = (dims["embedding"], dims["final_norm"])
         some = [{k: gradients.without_stage(group[k]) for k in part} for part, group in zip(rest, groups, strict=True)]
-        positions, final_norm = gradients.means(layout, rest, some)
+        positions, final_norm = gradients.means(layout, rest, some, layout.replica_axes)
         edges = set(stages) <= {*layout.ends}
         tables, state = gradients.reduce_tables(self.compression, grads.embedding, state, edges)
         return ({**tables, **positions}, final_norm), state
@@ -166,8 +166,9 @@ class DataReduction:
         return Weights(fronts[0], chunks, fronts[1]), [*self._states(state, stats), tables]
 
     def _store(self, total: Layers, reduced: list[Params]) -> Layers:
-        """Return what `store` does; sums that are in shards stay as they are."""
-        if isinstance(total, list) or not self.layout.config.mesh.shards_sums:
+        """Return what `store` does; sums that are reduced already stay as they are."""
+        mesh = self.layout.config.mesh
+        if isinstance(total, list) or not mesh.shards_sums or mesh.copies > 1:
             return store(total, reduced)
         # To write equal values to their place XLA would copy the stack.
         stored = store(total, reduced)
@@ -194,7 +195,8 @@ class DataReduction:
         layout, dims = self.layout, self.layout.data_dims()
 
         def front(x: jax.Array, dim: int, *names: str) -> jax.Array:
-            return x if layout.in_shards(*names) is not None else gradients.front(layout, x, dim)
+            mesh = layout.config.mesh
+            return gradients.front(x, dim, mesh.replicas if layout.in_shards(*names) is None else mesh.copies)
 
         grads = lax.optimization_barrier(grads)
         *states, tables = states
@@ -236,6 +238,8 @@ class DataReduction:
 class DataShards:
     """Shards over data of weights and of the sums of gradients; it is a paxtrain.pipeline.sharding.DataCollectives.
 
+    The data ranks of a group share them (mesh.shard_group), and its collectives are inside the group.
+
     Attributes:
         layout: Layout of the parameters.
         codec: Codec of the kernels that are gathered; None: they travel as they are.
@@ -264,7 +268,7 @@ class DataShards:
             dim = self.layout.in_shards(*(("layers", *keys) if len(keys) > 1 else ("embedding", *keys)))
             sizes = list(x.shape)
             if dim is not None:
-                sizes[dim] //= self.layout.config.mesh.replicas
+                sizes[dim] //= self.layout.config.mesh.sharing
             return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
         return weights if self._gathers else jax.tree_util.tree_map_with_path(shape, weights)
@@ -277,9 +281,9 @@ class DataShards:
         arrays, which, dims, structure = self._parted(layer)
         parts = [arrays[i] for i in which]
         if self.codec is None:
-            whole = gather_each(self.layout.replica_axes, parts, dims)
+            whole = gather_each(self.layout.group_axes, parts, dims)
         else:
-            where = [Shard(self.layout.replica_axes, self.layout.config.mesh.replicas, dim) for dim in dims]
+            where = [Shard(self.layout.group_axes, self.layout.config.mesh.sharing, dim) for dim in dims]
             with jax.named_scope("compression"):
                 whole = gather(self.codec, parts, where)
         for i, x in zip(which, whole, strict=True):
@@ -294,7 +298,8 @@ class DataShards:
             made: Sums over one micro-batch, whole arrays in float32.
         """
         arrays, which, dims, structure = self._parted(made)
-        for i, x in zip(which, gradients.means(self.layout, [arrays[i] for i in which], dims), strict=True):
+        some = gradients.means(self.layout, [arrays[i] for i in which], dims, self.layout.group_axes)
+        for i, x in zip(which, some, strict=True):
             arrays[i] = x
         return jax.tree.unflatten(structure, arrays)
 
@@ -308,13 +313,13 @@ class DataShards:
     def gather_table(self, table: jax.Array) -> jax.Array:
         """Return a table of the vocabulary, whole."""
         dim = self._table_dim
-        return gather_each(self.layout.replica_axes, [table], [dim])[0] if self._gathers and dim is not None else table
+        return gather_each(self.layout.group_axes, [table], [dim])[0] if self._gathers and dim is not None else table
 
     @jax.named_scope("reduce_gradients")
     def scatter_table(self, gradient: jax.Array) -> jax.Array:
         """Return what a device sums of the gradient of a table of the vocabulary."""
         dim = self._table_dim
-        return gradient if dim is None else gradients.means(self.layout, [gradient], [dim])[0]
+        return gradient if dim is None else gradients.means(self.layout, [gradient], [dim], self.layout.group_axes)[0]
 
 
 def held_by(layout: Layout, codec: Codec | None) -> Whole:

@@ -94,7 +94,8 @@ def pipelined(trainer: Trainer) -> jax.stages.Wrapped:
         )
         return spread((loss, grads))
 
-    return jax.jit(trainer.shard_map(backward, (trainer.layout.specs(), batch_spec(), device_spec()), device_spec()))
+    mesh, every = trainer.config.mesh, device_spec(trainer.config.mesh)
+    return jax.jit(trainer.shard_map(backward, (trainer.layout.specs(), batch_spec(mesh), every), every))
 
 
 def reduction(trainer: Trainer, level: int) -> jax.stages.Wrapped:
@@ -122,7 +123,8 @@ def reduction(trainer: Trainer, level: int) -> jax.stages.Wrapped:
 
         return spread(only_if(lax.axis_index(PIPE) == chosen, body, jnp.float32(0)))
 
-    return jax.jit(trainer.shard_map(one, (PartitionSpec(), device_spec(), device_spec()), device_spec()))
+    every = device_spec(trainer.config.mesh)
+    return jax.jit(trainer.shard_map(one, (PartitionSpec(), every, every), every))
 
 
 def measure(trainer: Trainer, state: TrainState) -> StageTimes:

@@ -184,13 +184,16 @@ class Trainer:
             transform_non_params=lambda _: PartitionSpec(),
             is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
-        codec = jax.tree.map(lambda _: device_spec(), state.codec)
+        codec = jax.tree.map(lambda _: device_spec(self.config.mesh), state.codec)
         return state.replace(
             step=PartitionSpec(), skipped=PartitionSpec(), params=params, optimizer=optimizer, codec=codec
         )
 
     def _shardings(self, specs: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
+        def of(spec: PartitionSpec) -> NamedSharding:  # a device that emulates all of them has everything
+            return NamedSharding(self.mesh, PartitionSpec() if self.virtual else spec)
+
+        return jax.tree.map(of, specs, is_leaf=is_spec)
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -200,7 +203,7 @@ class Trainer:
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of a global batch: its sequences are split over data."""
-        return NamedSharding(self.mesh, batch_spec())
+        return self._shardings(batch_spec(self.config.mesh))
 
     def abstract_state(self) -> TrainState:
         """Return the shapes of the training state, as jax.ShapeDtypeStruct with shardings."""
@@ -297,7 +300,7 @@ class Trainer:
             out_specs: PartitionSpecs of its results.
         """
         if self.virtual:
-            return virtual.shard_map(function, self.config.mesh.sizes, in_specs, out_specs)
+            return virtual.shard_map(function, self.config.mesh.device_sizes, in_specs, out_specs)
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def stage(
@@ -322,13 +325,13 @@ class Trainer:
 
     def _data_rank(self) -> jax.Array:
         """Return the data rank of a device in the whole batch."""
-        return position(batch_axes())
+        return position(self.config.mesh.over(*batch_axes()))
 
     @jax.named_scope("sync")
     def _sum_losses(self, loss: jax.Array, scalars: Scalars) -> tuple[jax.Array, Scalars]:
         """Return loss and layers' scalars of the whole mesh, in one collective."""
         own = jnp.stack([loss, *scalars.values()]) if scalars else loss
-        sums = lax.psum(own, (*token_axes(), PIPE)) / self.config.mesh.token_ranks
+        sums = lax.psum(own, self.config.mesh.over(*token_axes(), PIPE)) / self.config.mesh.token_ranks
         return (sums[0], dict(zip(scalars, sums[1:], strict=True))) if scalars else (sums, {})
 
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: CodecStates) -> tuple:
@@ -365,13 +368,10 @@ class Trainer:
             reduction.Reduced); and the layers' scalars by name, float32 [], as sums over the layers and means over
             the micro-batches.
         """
-        specs, whole = self.layout.specs(), PartitionSpec()
+        specs, every, whole = self.layout.specs(), device_spec(self.config.mesh), PartitionSpec()
         codec = self.compression.init() if codec is None else codec
-        run = self.shard_map(
-            self._local_gradients,
-            in_specs=(specs, batch_spec(), whole, device_spec()),
-            out_specs=(whole, specs, device_spec(), PartitionSpec(PIPE), whole),
-        )
+        results = whole, specs, every, PartitionSpec(PIPE), whole
+        run = self.shard_map(self._local_gradients, (specs, batch_spec(self.config.mesh), whole, every), results)
         return run(params, tokens, key, codec)
 
     @jax.named_scope("sync")
@@ -496,5 +496,5 @@ class Trainer:
         Returns:
             Mean loss over the batch in nats per token, float32 [], without dropout.
         """
-        run = self.shard_map(self._local_loss, (self.layout.specs(), batch_spec()), PartitionSpec())
-        return jax.jit(run)
+        specs = self.layout.specs(), batch_spec(self.config.mesh)
+        return jax.jit(self.shard_map(self._local_loss, specs, PartitionSpec()))

@@ -2,6 +2,7 @@
 
 With ZeRO-1 each data rank keeps a shard of every master weight. A step gathers the weights once, in compute dtype. With
 mesh.shard=weights it gathers norms, biases and positions only; a stage gathers kernels and tables when it needs them.
+If groups of data ranks share these, the step makes each device's shard of them from those of the groups.
 
 References:
     Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054.
@@ -76,11 +77,11 @@ def gather_each(axis: Axis, shards: list[jax.Array], dims: list[int]) -> list[ja
 
 
 @jax.named_scope("embedding")
-def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
-    """Return the embedding's table gathered over data along dim, on the first and the last stage."""
-    if dim < 0:
+def _gather_table(layout: Layout, axes: Axis | None, shard: jax.Array, dim: int) -> jax.Array:
+    """Return the embedding's table gathered over axes along dim, on the first and the last stage."""
+    if dim < 0 or axes is None:
         return shard
-    run = functools.partial(all_gather, axis=layout.replica_axes, dim=dim)
+    run = functools.partial(all_gather, axis=axes, dim=dim)
     return on_edges(layout, run, shard)
 
 
@@ -105,6 +106,17 @@ def _gather_coded(layout: Layout, codec: Codec, shards: Weights, dims: Weights) 
         for i, x in zip(some, gather(codec, [leaves[i] for i in some], where), strict=True):
             leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+def _dims_of(layout: Layout, dims: Weights, shards: bool) -> Weights:
+    """Return dims with -1 for all arrays except those that stay in shards, or except the others."""
+    return jax.tree_util.tree_map_with_path(lambda path, dim: dim if _in_shards(layout, path) == shards else -1, dims)
+
+
+def _gather_all(axis: Axis, tree: T, dims: T) -> T:
+    """Return `gather_each` of the arrays of a tree."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, gather_each(axis, leaves, jax.tree.leaves(dims)))
 
 
 def _without_kernels(layout: Layout, dims: Weights) -> Weights:
@@ -160,14 +172,16 @@ def gather_weights(layout: Layout, shards: Params, codec: Codec | None = None) -
     if layout.config.model.tied_head:  # an untied table keeps dim 0: a single stage holds both tables
         table, dim = table[0], max(dim - 1, -1)
     table = table.astype(layout.config.model.dtype)
+    axes: Axis | None = layout.replica_axes
     if layout.config.mesh.shard == "weights":
-        dims = jax.tree_util.tree_map_with_path(lambda path, dim: -1 if _in_shards(layout, path) else dim, dims)
-        dim = -1 if layout.in_shards("embedding", "token") is not None else dim
+        if layout.copies_axis:
+            found = _gather_all(layout.copies_axis, found, _dims_of(layout, dims, shards=True))
+        dims = _dims_of(layout, dims, shards=False)
+        axes = axes if layout.in_shards("embedding", "token") is None else layout.copies_axis
         codec = None  # which is of kernels
-    table = _gather_table(layout, table, dim)
+    table = _gather_table(layout, axes, table, dim)
     if codec is not None:
         found = _gather_coded(layout, codec, found, dims)
         dims = _without_kernels(layout, dims)
-    leaves, structure = jax.tree.flatten(found)
-    gathered = jax.tree.unflatten(structure, gather_each(layout.replica_axes, leaves, jax.tree.leaves(dims)))
+    gathered = _gather_all(layout.replica_axes, found, dims)
     return gathered._replace(embedding={**gathered.embedding, "token": table})

@@ -38,7 +38,7 @@ import numpy as np
 from jax.profiler import ProfileData
 from jax.sharding import Mesh
 
-from paxtrain.config.axes import DATA, PIPE, TENSOR
+from paxtrain.config.axes import DATA, PIPE, REPLICA, TENSOR
 from paxtrain.process import distributed
 from paxtrain.profiling.trace import INPUT, OTHER, STEP, Part, Span, read
 from paxtrain.xla import hlo
@@ -124,7 +124,7 @@ def part(instruction: hlo.Instruction, mesh: Mesh) -> Part:
         return Part("pipeline", link=True)
     if over == {TENSOR}:
         return Part(f"tensor/{scope if scope in ('forward', 'head') else 'backward'}", link=True)
-    if over == {DATA}:
+    if over and over <= {DATA, REPLICA}:
         return Part("gather" if "gather_weights" in words else "data", link=True)
     return Part("sync", link=True)
 
@@ -233,10 +233,11 @@ def breakdown(run: Callable[[], object], compiled: jax.stages.Compiled, mesh: Me
 
 def by_stage(found: Breakdown, mesh: Mesh) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the seconds and hidden seconds of every part by stage, [P], as means over the devices of all processes."""
-    stage = {device: place[1] for place, device in np.ndenumerate(mesh.devices)}
+    pipe = mesh.axis_names.index(PIPE)
+    stage = {device: place[pipe] for place, device in np.ndenumerate(mesh.devices)}
     mine = np.stack([*(found.seconds[p] for p in PARTS), *(found.hidden[p] for p in LINKS)], axis=1)
     stages, values = distributed.allgather((np.array([stage[d] for d in found.devices]), mine), tiled=True)
-    means = np.stack([values[stages == s].mean(axis=0) for s in range(mesh.devices.shape[1])], axis=1)
+    means = np.stack([values[stages == s].mean(axis=0) for s in range(mesh.devices.shape[pipe])], axis=1)
     return dict(zip(PARTS, means)), dict(zip(LINKS, means[len(PARTS) :]))
 
 

@@ -58,7 +58,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequ
     config, layout = trainer.config, trainer.layout
     mesh, schedule = config.mesh, trainer.schedule
     depth = trainer.buffers.residual_depth if mesh.pipe > 1 else 1
-    how = _SHARDS[mesh.shard]
+    how = _SHARDS[mesh.shard] + (f" in {mesh.copies} groups" if mesh.copies > 1 else "")
     how += ", sequence parallel" if mesh.sequence_parallel else ""
     stages = ",".join(map(str, layout.counts))
     padding = f"; {layout.padding():.0%} of the layer slots are padding" if layout.padding() else ""

@@ -173,7 +173,7 @@ class LoopTimer:
             return _turns(trainer.stage(params, tokens, key, splits=compute.PARTS[0] in self.kinds), counts)
 
         specs, whole = trainer.layout.specs(), PartitionSpec()
-        mapped = trainer.shard_map(local, (specs, batch_spec(), whole), PartitionSpec(tuple(AXES)))
+        mapped = trainer.shard_map(local, (specs, batch_spec(trainer.config.mesh), whole), PartitionSpec(tuple(AXES)))
 
         def make(key: jax.Array) -> transformer.Params:
             return trainer.layout.from_canonical(transformer.init(c, key))

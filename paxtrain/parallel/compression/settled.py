@@ -160,7 +160,7 @@ class Compression:
     @functools.cached_property
     def links(self) -> Links:
         """Codecs of the messages between the stages, within a Recorder if the run records messages."""
-        codecs, axes = (self.backward_codec, self.forward_codec), tuple(AXES)
+        codecs, axes = (self.backward_codec, self.forward_codec), self.config.mesh.over(*AXES)
         return Links(*(Recorder(codec, self.record, axes) if self.record else codec for codec in codecs))
 
     def gradients(self, schedule: Schedule) -> frozenset[tuple[int, int]]:

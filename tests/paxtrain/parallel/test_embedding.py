@@ -43,7 +43,8 @@ def exchange(trained):
             found["token"], state = gradients.exchange_tied(c, found["token"], state)
         return spread((found, state))
 
-    run = jax.jit(trained.shard_map(local, (device_spec(), device_spec()), (device_spec(), device_spec())))
+    every = device_spec(trained.config.mesh)
+    run = jax.jit(trained.shard_map(local, (every, every), (every, every)))
     return run.lower(given(trained, 0), first(trained)).compile(FAST)
 
 

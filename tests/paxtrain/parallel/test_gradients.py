@@ -46,6 +46,7 @@ def config(
     separator=-1,
     sequence=False,
     form="ring",
+    group=0,
     **pipeline,
 ):
     """Return a configuration whose stages do what they do on GPUs while they have no op, if nothing else is said."""
@@ -57,7 +58,7 @@ def config(
         mesh,
         (global_batch, 2 if mesh[0] < 8 else 1),
         model={**model, "embedding_dropout": dropout, "residual_dropout": dropout, **SHAPES[shape]},
-        mesh={"shard": shard, "sequence_parallel": sequence, "context_form": form},
+        mesh={"shard": shard, "shard_group": group, "sequence_parallel": sequence, "context_form": form},
         pipeline=pipeline,
     )
 

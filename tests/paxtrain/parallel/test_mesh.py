@@ -12,6 +12,7 @@ from paxtrain.config.axes import MAIN
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import (
     AXES,
+    batch_spec,
     cpu_devices,
     from_process_rows,
     host_major,
@@ -31,6 +32,19 @@ def test_axes_and_row_major_order():
     np.testing.assert_array_equal(ids(mesh), np.arange(8).reshape(2, 2, 1, 2))
     assert make_mesh(MeshConfig(1, 4, 2)).devices.shape == (1, 4, 1, 2)
     assert make_mesh(MeshConfig(2, 1, 2, context=2)).devices.shape == (2, 1, 2, 2)
+
+
+def test_groups_of_data_ranks_are_neighbors_and_data_has_two_axes():
+    config = MeshConfig(4, 1, 2, shard="weights", shard_group=2)
+    mesh = make_mesh(config)
+    assert dict(mesh.shape) == {"replica": 2, "data": 2, "pipe": 1, "context": 1, "tensor": 2}
+    np.testing.assert_array_equal(ids(mesh).ravel(), ids(make_mesh(MeshConfig(4, 1, 2))).ravel())
+    assert (config.devices, config.replicas, config.sharing, config.copies) == (8, 4, 2, 2)
+    assert batch_spec(config) == PartitionSpec(("replica", "data"))
+    for group in (0, 4):  # all are one group
+        assert dict(make_mesh(MeshConfig(4, 1, 2, shard="weights", shard_group=group)).shape) == {
+            "data": 4, "pipe": 1, "context": 1, "tensor": 2,
+        }  # fmt: skip
 
 
 def test_a_mesh_that_is_far_too_large_is_refused_without_making_its_devices():

@@ -32,7 +32,7 @@ def means(reduce_dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     spec = PartitionSpec("data")
 
     def run(x: jax.Array) -> list[jax.Array]:
-        shard, whole = gradients.means(layout(reduce_dtype), [x[0], x[0]], [0, -1])
+        shard, whole = gradients.means(layout(reduce_dtype), [x[0], x[0]], [0, -1], "data")
         return [shard, whole[None]]
 
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)

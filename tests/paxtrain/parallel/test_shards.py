@@ -1,5 +1,6 @@
 """Weights and sums of gradients in shards over data: gradients against one device, bytes, memory, resuming."""
 
+import collections
 import dataclasses
 import itertools
 
@@ -7,9 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from compress.collectives import own_part
 from paxtrain.config import SPLIT_SAVES, Config
+from paxtrain.config.axes import REPLICA
 from paxtrain.config.options import OptionValues
 from paxtrain.model import transformer
+from paxtrain.parallel import gradients
 from paxtrain.parallel.reduction import DataShards
 from paxtrain.schedule.schedules import SPECS, names
 from paxtrain.xla import hlo
@@ -27,7 +31,8 @@ def config(mesh, global_batch=8, shard="weights", **settings) -> Config:
 
 
 def name(c: Config) -> str:
-    return f"{c.mesh.shard} {test_gradients.name(c)}"
+    groups = f" in {c.mesh.copies} groups" if c.mesh.shard_group else ""
+    return f"{c.mesh.shard}{groups} {test_gradients.name(c)}"
 
 
 QUICK = [
@@ -36,6 +41,8 @@ QUICK = [
     config((2, 2, 1), layers=2, shape="llama untied", schedule="1f1b", save="inputs"),
     config((2, 2, 2), layers=2, schedule="zb_h1", sequence=True, dropout=0.2, separator=5, scan_layers="off"),
     config((2, 2, 1), shard="gradients", save="layer_inputs", shape="llama"),
+    config((4, 1, 1), 16, group=2, save="residuals"),
+    config((4, 2, 1), 8, group=2, layers=2, schedule="zb_h1", scan_layers="off", shape="llama untied"),
 ]
 
 
@@ -61,6 +68,19 @@ MORE = [
     config((2, 2, 1), 8, shard="gradients", schedule="zb_v", virtual_stages=2, shape="llama untied"),
     config((4, 1, 2), 16, shard="gradients", scan_layers="off", shape="gpt2 untied"),
     config((2, 2, 2), 8, shard="gradients", schedule="1f1b", save="inputs", sequence=True),
+    # Groups of data ranks, the fourth size is context's.
+    config((8, 1, 1), 16, group=4, scan_layers="off", dropout=0.2),
+    config((8, 1, 1), 16, group=2, shape="gpt2 untied"),
+    config((4, 2, 1), 16, group=2, schedule="1f1b", save="inputs", separator=5),
+    config((4, 2, 1), 16, group=2, schedule="zb_v", virtual_stages=2, shape="llama untied", scan_layers="off"),
+    config((4, 2, 1), 16, group=2, schedule="interleaved_1f1b", virtual_stages=2, shape="llama"),
+    config((4, 1, 2), 16, group=2, sequence=True, dropout=0.2, scan_layers="off"),
+    config((2, 2, 2), 8, group=1, schedule="1f1b"),
+    config((4, 1, 1, 2), 16, group=2, separator=5),
+    config((2, 1, 2, 2), 8, group=1, sequence=True, shape="llama untied", scan_layers="off"),
+    config((4, 2, 1), 16, group=2, shard="gradients", schedule="1f1b", scan_layers="off"),
+    config((4, 2, 1), 16, group=2, shard="gradients", schedule="zb_v", virtual_stages=2, shape="llama untied"),
+    config((4, 1, 1, 2), 16, group=2, shard="gradients", shape="llama"),
 ]
 SLOW = [c for c in [*MORE, *test_gradients.missing_threes(everywhere(), [*MORE, *QUICK])] if c not in QUICK]
 CASES = [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)]
@@ -94,9 +114,16 @@ def test_gradients_of_two_kinds_of_layers_equal_one_device(shard):
     assert max(jax.tree.leaves(wrong)) <= TOLERANCE, wrong
 
 
-@pytest.mark.slow
-def test_the_virtual_mesh_has_the_same_gradients():
-    c = config((2, 2, 2), 8, layers=2, schedule="1f1b")
+@pytest.mark.parametrize(
+    "c",
+    [
+        pytest.param(config((4, 1, 1), 8, layers=2, group=2), marks=pytest.mark.once),
+        pytest.param(config((2, 2, 2), 8, layers=2, schedule="1f1b"), marks=pytest.mark.slow),
+        pytest.param(config((4, 2, 1, 2), 8, layers=2, schedule="1f1b", group=2), marks=pytest.mark.slow),
+    ],
+    ids=name,
+)
+def test_the_virtual_mesh_has_the_same_gradients(c):
     ref = reference(8, 0.0, 2)
     _, _, found = small.gradients(small.emulated(c), ref.params, np.asarray(ref.tokens))
     wrong = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), found, ref.grads)
@@ -121,6 +148,39 @@ def test_a_missing_scatter_shows(monkeypatch):
     )
 
 
+@pytest.mark.once
+def test_a_missing_sum_between_groups_shows(monkeypatch):
+    """Negative control: each group keeps the sum of its own gradients."""
+    mean = gradients.means
+
+    def own(layout, tree, dims, axes):
+        if axes != REPLICA:
+            return mean(layout, tree, dims, axes)
+        return jax.tree.map(lambda x, dim: own_part(x, axes, dim), tree, dims)
+
+    monkeypatch.setattr(gradients, "means", own)
+    found = errors(trainer(config((4, 1, 1), 8, layers=2, group=2)), reference(8, 0.0, 2))
+    wrong = {name for name, error in found.items() if error > 0.01}
+    assert found["loss"] <= TOLERANCE
+    assert {f"['layers']['{kernel}']['kernel']" for kernel in ("qkv", "out", "up")} < wrong
+
+
+@pytest.mark.once
+def test_muon_changes_the_weights_as_without_groups():
+    """Its matrices are dealt out over both axes of data."""
+    ref, found = reference(8, 0.0, 2), []
+    for group in (0, 2):
+        c = config((4, 1, 1), 8, layers=2, group=group)
+        made = trainer(dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, name="muon", warmup_steps=0)))
+        tokens = jax.device_put(np.asarray(ref.tokens), made.batch_sharding)
+        state, _ = made.step(made.from_params(ref.params), tokens)
+        found.append(jax.device_get(made.canonical(state)["params"]))
+    changes = [jax.tree.map(lambda x, start: x - np.asarray(start), one, ref.params) for one in found]
+    for one, other in zip(*map(jax.tree.leaves, changes), strict=True):
+        assert np.abs(one).max() > 0
+        np.testing.assert_allclose(other, one, atol=1e-3 * np.abs(one).max(), rtol=0)
+
+
 # --- Bytes and memory -------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +203,24 @@ def test_weights_are_gathered_in_f_and_in_b_of_each_micro_batch():
     assert after["all-to-all"] - before["all-to-all"] == (m - 1) * kernels + (2 * m - 1) * table
 
 
+@pytest.mark.once
+def test_layers_travel_inside_groups_and_once_a_step_between_them():
+    """Operands of a device; the fourth of the groups' shards is a device's own, and norms travel over all ranks."""
+    layers, m = 2, 2
+    c = config((4, 1, 1), 4 * 2 * m, layers=layers, scan_layers="off", group=2)
+    kernels, table = 4 * layers * 12 * HIDDEN**2, 4 * 64 * HIDDEN
+    found = collections.Counter[tuple[str, tuple[tuple[int, ...], ...]]]()
+    for op in hlo.collectives(trainer(c).compile_step().as_text()):
+        found[op.kind, op.groups] += op.bytes * op.executions
+    inside, between = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    assert found["all-gather", inside] == (2 * m * kernels + m * table) // 2
+    assert found["all-to-all", inside] == m * kernels + 2 * m * table
+    assert found["all-gather", between] == (kernels + table) // 4
+    assert found["all-to-all", between] == (kernels + table) // 2
+    rest = {sent for (kind, groups), sent in found.items() if groups not in (inside, between)}
+    assert max(rest) < min(found["all-gather", between], table)
+
+
 def temporary(shard: str, layers: int = 8, **settings) -> int:
     """Return the temporary bytes of a step with four data ranks by XLA's analysis."""
     c = config((4, 1, 1), 32, shard=shard, layers=layers, scan_layers="off", save="layer_inputs", **settings)
@@ -163,13 +241,17 @@ def test_sums_and_weights_in_shards_take_less_memory():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("mesh", [(2, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
-def test_kernels_are_gathered_through_a_codec(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "group"),
+    [((2, 1, 1), 0), ((4, 1, 1), 2), pytest.param((2, 2, 1), 0, marks=pytest.mark.slow)],
+)
+def test_kernels_are_gathered_through_a_codec(mesh, group):
     """What each layer gathers is what ZeRO-1 gathers once: the gradients are those of the same rounded kernels."""
     coded = {"compress": compression(weights_codec="int8", weights_options=OptionValues({"block": 32}))}
     grads = []
     for shard in ("optimizer", "weights"):
-        c = dataclasses.replace(config(mesh, layers=2, shard=shard), **coded)
+        c = config(mesh, layers=2, shard=shard, group=group if shard == "weights" else 0)
+        c = dataclasses.replace(c, **coded)
         ref = reference(8, 0.0, 2)
         grads.append(small.gradients(trainer(c), ref.params, np.asarray(ref.tokens)))
         exact = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), grads[-1][2], ref.grads)
@@ -184,12 +266,18 @@ def test_kernels_are_gathered_through_a_codec(mesh):
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(("weights", (4, 1, 1)), ("optimizer", (2, 2, 1))), (("none", (2, 1, 1)), ("weights", (2, 2, 1)))],
+    [
+        (("weights", (4, 1, 1), 0), ("optimizer", (2, 2, 1), 0)),
+        (("none", (2, 1, 1), 0), ("weights", (2, 2, 1), 0)),
+        (("weights", (4, 1, 1), 2), ("weights", (2, 2, 1), 0)),
+        (("weights", (2, 1, 1), 0), ("gradients", (4, 2, 1), 2)),
+    ],
     ids=str,
 )
 def test_a_checkpoint_of_any_shards_and_mesh_is_the_same_state_on_another(first, then):
     """The canonical state, which a checkpoint holds, after a step: bit for bit there and back."""
-    one, other = (trainer(config(mesh, 8, layers=4, shard=shard)) for shard, mesh in (first, then))
+    made = (config(mesh, 8, layers=4, shard=shard, group=group) for shard, mesh, group in (first, then))
+    one, other = map(trainer, made)
     ref = reference(8, 0.0, 4)
     state, _ = one.step(one.from_params(ref.params), jax.device_put(np.asarray(ref.tokens), one.batch_sharding))
     canonical = one.canonical(state)

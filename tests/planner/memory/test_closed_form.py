@@ -79,7 +79,7 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         rings.append(jax.tree.leaves(trainer.stage(params, tokens, key).residuals(1)))
         return jnp.float32(0)
 
-    mapped = trainer.shard_map(run, (trainer.layout.specs(), batch_spec()), PartitionSpec())
+    mapped = trainer.shard_map(run, (trainer.layout.specs(), batch_spec(trainer.config.mesh)), PartitionSpec())
     jax.eval_shape(mapped, trainer.abstract_state().params, trainer.abstract_batch())
     exact = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in rings[0])
     shape = closed_form.of(c, CPU)
