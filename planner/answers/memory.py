@@ -27,7 +27,7 @@ from planner.memory import closed_form
 from planner.pipeline import layers
 from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions
-from planner.report.text import STATES, aligned, hosts, labelled, longer, mesh, schedule
+from planner.report.text import aligned, hosts, labelled, longer, mesh, schedule, sharded
 from planner.search.enumeration import enumerate_candidates
 from planner.search.search import Search
 from planner.search.space import Space, candidate_of
@@ -37,7 +37,7 @@ _CHOICES = {
     ("micro_batch",): ("micro_batch",),
     ("schedule", "chunks"): ("schedules", "virtual_stages"),
     ("save",): ("saves",),
-    ("shard",): ("shard",),
+    ("shard", "shard_group"): ("shard",),
     ("sequence_parallel",): ("sequence_parallel",),
 }
 _KEPT = ("backward", "backward_rank", "data_rank")
@@ -200,7 +200,7 @@ def _gb(size: float) -> str:
 
 
 def _plan_words(c: Candidate) -> str:
-    zero = f", {STATES[c.shard]}" if c.zero1 and c.together > 1 else ""
+    zero = f", {sharded(c)}" if c.zero1 and c.together > 1 else ""
     order = f", {schedule(c)}" if c.pipe > 1 else ""
     return f"{mesh(c)}, micro-batch {c.micro_batch}{order}, save={c.save}{zero}"
 
@@ -210,7 +210,7 @@ def _schedule(c: Candidate) -> str:
 
 
 def _state(c: Candidate) -> str:
-    return f"split ({STATES[c.shard]})" if c.zero1 and c.together > 1 else "whole"
+    return f"split ({sharded(c)})" if c.zero1 and c.together > 1 else "whole"
 
 
 def _change_words(change: Change) -> str:

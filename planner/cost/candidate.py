@@ -44,6 +44,7 @@ class Candidate:
         save: PipelineConfig.save.
         scan_layers: PipelineConfig.scan_layers.
         shard: MeshConfig.shard.
+        shard_group: MeshConfig.shard_group.
         sequence_parallel: MeshConfig.sequence_parallel.
         backward: compressed gradients between stages, "none", "epilogue" or "all".
         backward_rank: rank of their factors.
@@ -83,6 +84,7 @@ class Candidate:
     data_micro_batches: tuple[int, ...] = ()
     outer: OuterConfig = NO_GROUPS
     min_ratio: float = 2.0
+    shard_group: int = 0
     others: tuple[int, ...] = ()
 
     @property
@@ -123,7 +125,8 @@ class Candidate:
 
     def figures(self) -> dict[str, Any]:
         """Return the fields as JSON values; some only if they are not the default."""
-        unused = {name for name in ("scan_layers", "min_ratio") if getattr(self, name) == getattr(Candidate, name)}
+        usual = ("scan_layers", "min_ratio", "shard_group")
+        unused = {name for name in usual if getattr(self, name) == getattr(Candidate, name)}
         unused |= {"others"} if self.outer.every else {"others", "outer"}
         keys = {"data_micro_batches": "ranks"}  # the key that plan.json has for them
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
@@ -146,8 +149,16 @@ class Candidate:
 
     @property
     def inside(self) -> int:
-        """Data ranks that sum gradients as they are, before the sums are compressed; 1: each compresses its own."""
-        return self.coded.grouped(self.together) if self.data_rank else 1
+        """Neighbouring data ranks that exchange with each other first; 1: all exchange at once.
+
+        They share weights and sums in shards, or sum gradients as they are before the sums are compressed.
+        """
+        return self.shard_group or (self.coded.grouped(self.together) if self.data_rank else 1)
+
+    @property
+    def copies(self) -> int:
+        """Number of groups of data ranks that have the same weights or sums in shards."""
+        return self.together // self.shard_group if self.shard_group else 1
 
     @property
     def parts(self) -> int:

@@ -30,19 +30,22 @@ class Reductions(NamedTuple):
 
 
 def gather(sizes: Sizes, links: LinkSeconds, meets: Array) -> Array:
-    """Return the seconds [batch, P] of the all-gather of the weights, including the embedding, in compute dtype.
+    """Return the seconds [batch, P] of a step's first all-gather of weights, with the embedding, in compute dtype.
 
     Args:
         sizes: the candidate's.
         links: seconds of the messages.
         meets: stages whose data ranks gather and reduce an embedding, bool [P].
     """
-    c = sizes.candidate
-    if not c.zero1 or c.shard == "weights" or c.together == 1:
+    c, over = sizes.candidate, links.every
+    ranks, parts = c.together, 1
+    if c.shard == "weights":  # each device gets its shard of a group's
+        over, ranks, parts = links.between or over, c.copies, c.inside
+    if not c.zero1 or ranks == 1:
         return np.zeros(links.ring_latency.shape)
-    weights = np.full(c.pipe, sizes.layer_weights)
-    weights[meets] += sizes.embedding_parameters * costs.ITEM[sizes.model.dtype]
-    return links.ring_latency + (c.together - 1) / c.together * weights * links.ring_per_byte
+    weights = np.full(c.pipe, sizes.layer_weights / parts)
+    weights[meets] += sizes.embedding_parameters * costs.ITEM[sizes.model.dtype] / parts
+    return over.ring_latency + (ranks - 1) / ranks * weights * over.ring_per_byte
 
 
 def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, kinds: Array) -> Reductions:
@@ -63,8 +66,11 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
     if c.compresses_embedding:
         # The work is that of stages with a table; over gloo those between have zeros to encode.
         edge[:, meets] += _table_work(sizes, slowest)[:, meets]
-    if c.together == 1 or c.shards_sums:  # reduced with each micro-batch, see `shards`
+    if c.together == 1 or (c.shards_sums and c.copies == 1):  # reduced with each micro-batch, see `shards`
         return Reductions(none, never, none, edge)
+    if c.shards_sums:
+        tables = meets * _between_copies(sizes, links, sizes.embedding_parameters)
+        return Reductions(_between_copies(sizes, links, sizes.layer_parameters), never, none, edge + tables)
     turn = (c.together - 1) / c.together * links.ring_per_byte
     size = costs.ITEM[c.reduce_dtype]
 
@@ -75,8 +81,7 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
 
     dense = reduced(sizes.layer_parameters)
     if c.compresses_embedding:
-        every = DataLinks(links.ring_latency, links.ring_per_byte, links.scatter_latency, links.scatter_per_byte)
-        table = _seconds(c.coded.table_exchanges(sizes.table_shape, c.together, c.zero1), every, c.together)
+        table = _seconds(c.coded.table_exchanges(sizes.table_shape, c.together, c.zero1), links.every, c.together)
     else:
         table = reduced(sizes.embedding_parameters)
     edge[:, meets] += table[:, meets]
@@ -96,7 +101,8 @@ def shards(
     """Return the seconds [batch, P] that F and B of a stage wait for weights and gradients in shards.
 
     A layer's weights are gathered under the layer before, in F and again in B. Its gradients are scattered under the
-    layer that follows. The first gather of F, the last scatter of B, and the vocabulary's tables are under nothing.
+    layer that follows. The first gather of F, the last scatter of B, and the vocabulary's tables are under nothing. If
+    groups of data ranks share them, all of this is inside groups.
 
     Args:
         sizes: the candidate's.
@@ -105,13 +111,14 @@ def shards(
         layers: costs of a layer on each kind of device.
         overlap: whether collectives run beside compute.
     """
-    c, count = sizes.candidate, max(sizes.candidate.counts)
-    whole, turn = c.shard == "weights", (c.together - 1) / c.together
+    c, count, over = sizes.candidate, max(sizes.candidate.counts), links.inside or links.every
+    ranks = c.together // c.copies
+    whole, turn, several = c.shard == "weights", (ranks - 1) / ranks, ranks > 1
     item, size = costs.ITEM[sizes.model.dtype], costs.ITEM[c.reduce_dtype]
 
     def both(parameters: float) -> tuple[Array, Array]:
-        gathered = whole * (links.ring_latency + turn * parameters * item * links.ring_per_byte)
-        return gathered, links.scatter_latency + parameters * size * links.scatter_per_byte
+        gathered = whole * several * (over.ring_latency + turn * parameters * item * over.ring_per_byte)
+        return gathered, several * (over.scatter_latency + parameters * size * over.scatter_per_byte)
 
     (gather, scatter), table = both(sizes.layer_parameters / c.slots), both(sizes.embedding_parameters)
     if overlap:
@@ -121,6 +128,12 @@ def shards(
     else:
         forward, backward = count * gather, count * (gather + scatter)
     return forward + meets * table[0], backward + meets * (table[0] + table[1])
+
+
+def _between_copies(sizes: Sizes, links: LinkSeconds, parameters: float) -> Array:
+    """Return the seconds [batch, P] in which groups that share sums of some parameters add them to each other's."""
+    c, over = sizes.candidate, links.between or links.every
+    return over.scatter_latency + parameters / c.inside * costs.ITEM[c.reduce_dtype] * over.scatter_per_byte
 
 
 def _inside_groups(sizes: Sizes, links: DataLinks) -> Array:
@@ -147,7 +160,7 @@ def _low_rank(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, 
         links: seconds of the messages.
         slowest: seconds [batch, P] of a pass over a byte.
     """
-    c, over = sizes.candidate, links.compressed
+    c, over = sizes.candidate, links.between or links.every
     # In groups the passes are over a rank's part. Two more cut gradients and one sums them, as Hierarchical says.
     passes = POWER_PASSES if c.inside == 1 else 3 + POWER_PASSES / c.inside
     work = _work(sizes, passes, POWER_LAUNCHES, slowest)
@@ -178,7 +191,7 @@ def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Arr
         links: seconds of the messages.
         slowest: seconds [batch, P] of a pass over a byte.
     """
-    c, over = sizes.candidate, links.compressed
+    c, over = sizes.candidate, links.between or links.every
     sent: dict[str, CodecExchange] = {}
     for shape in sizes.compressed_kernels:
         for kind, size, number in c.coded.exchanges(shape, c.together, c.zero1):

@@ -365,7 +365,7 @@ class Paths:
         scatter: [batch, G * P] of each stage's reduce-scatter over data, per byte of a rank's whole array.
         swap: [batch, D, 2] of the exchange between the first and the last stage, there and back.
         inside: [batch, G * P] of a ring's turn, and of a reduce-scatter, inside the slowest of each stage's sets of
-            data ranks that sum gradients as they are (compress.data.inside); empty without them.
+            data ranks that exchange first (compress.data.inside, mesh.shard_group); empty without them.
         between: the same of the ranks with one place in their sets.
         outer: [batch, D / G * P] of a turn of the rings over groups, each of ranks with one place in their groups;
             empty if all ranks train together.
@@ -430,7 +430,7 @@ def paths(fabric: Fabric, hosts: Array, tensor: int, inside: int = 1, apart: int
         fabric: links of the cluster.
         hosts: int [batch, D, P].
         tensor: T, devices of a group.
-        inside: K, neighbouring data ranks that sum gradients as they are, before sums are compressed; 1: none.
+        inside: K, neighbouring data ranks that exchange before such sets do; 1: none.
         apart: G, groups of neighbouring data ranks that train apart. Their rings run at once, like those of stages.
     """
     batch, data, stages = hosts.shape
@@ -476,7 +476,7 @@ class LinkSeconds:
         scatter_latency: [rows, P] latency of a stage's reduce-scatter over data.
         scatter_per_byte: [rows, P] its seconds per byte of a rank's whole array.
         swap: [rows] of the exchange of the tied embedding's gradients; 0 if it is not tied.
-        inside: the same four inside sets of data ranks that sum gradients as they are; None without them.
+        inside: the same four inside sets of data ranks that exchange first; None without them.
         between: the same four between these sets.
         outer: [batch, fragments] of the exchange of each fragment between groups; None if all ranks train together.
     """
@@ -494,7 +494,6 @@ class LinkSeconds:
     outer: Array | None = None
 
     @property
-    def compressed(self) -> DataLinks:
-        """Links over which compressed gradients travel: those between groups, or those of all data ranks."""
-        every = DataLinks(self.ring_latency, self.ring_per_byte, self.scatter_latency, self.scatter_per_byte)
-        return self.between or every
+    def every(self) -> DataLinks:
+        """Links among all data ranks."""
+        return DataLinks(self.ring_latency, self.ring_per_byte, self.scatter_latency, self.scatter_per_byte)

@@ -69,6 +69,7 @@ def candidate_of_config(config: Config) -> Candidate:
         save=pipeline.save,
         scan_layers=pipeline.scan_layers,
         shard=mesh.shard,
+        shard_group=mesh.shard_group if mesh.copies > 1 else 0,
         sequence_parallel=mesh.sequence_parallel,
         reduce_dtype=mesh.reduce_dtype,
         backward=compress.backward.chosen if mesh.pipe > 1 else "none",

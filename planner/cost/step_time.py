@@ -131,7 +131,7 @@ class Problem(Sizes):
         """
         c = self.candidate
         reduced_under = ("zero1" if c.zero1 else "none") in self.cluster.execution.overlaps
-        if not (self.overlap and reduced_under) or c.together == 1:
+        if not (self.overlap and reduced_under) or c.together == 1 or c.shards_sums:
             return np.zeros((len(counts), c.pipe))
         few = min(c.micro_batches, 2 * c.pipe + c.micro_batches % c.pipe)  # further ones only repeat rows
         closing = _closing(c.schedule, c.pipe, c.micro_batches if spec_of(c.schedule).size else few, c.chunks)
@@ -248,7 +248,7 @@ class Problem(Sizes):
             hosts: int [batch, D, P].
         """
         c = self.candidate
-        return paths(fabric, hosts, c.seat, c.coded.grouped(c.together), c.apart)
+        return paths(fabric, hosts, c.seat, c.shard_group or c.coded.grouped(c.together), c.apart)
 
     def seconds(self, links: LinkSeconds, kinds: Array) -> simulator.Seconds:
         """Return the simulator's durations, with all pipelines of all placements as one batch."""

@@ -117,7 +117,8 @@ def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> s
     """Return the Python file that torchtitan imports."""
     mesh, batch, tied = plan.mesh, plan.batch, _tied(plan, model)
     package, _, rope, _, whole = _FAMILIES[model.family]
-    shard, replicate = (mesh.data, 1) if mesh.zero1 else (1, mesh.data)
+    shard, replicate = (mesh.data // mesh.copies, mesh.copies) if mesh.zero1 else (1, mesh.data)
+    reshard = "always" if mesh.shard == "weights" else "never"
     recomputed = _RECOMPUTED[plan.pipeline.save]
     local = batch.global_batch // mesh.data if mesh.pipe > 1 else batch.micro_batch
     lines = [
@@ -143,7 +144,7 @@ def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> s
         "    config.parallelism = ParallelismConfig(",
         f"        data_parallel_replicate_degree={replicate},",
         f"        data_parallel_shard_degree={shard},",
-        '        fsdp_reshard_after_forward="never",',
+        f'        fsdp_reshard_after_forward="{reshard}",',
         f"        tensor_parallel_degree={mesh.tensor},",
         f"        enable_sequence_parallel={mesh.sequence_parallel},",
         f"        pipeline_parallel_degree={mesh.pipe},",
@@ -171,8 +172,11 @@ def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
     asked = plan.pipeline.schedule_key
     if plan.mesh.pipe > 1 and asked not in _SCHEDULES:
         found.append(f"torchtitan runs 1F1B instead of {asked}, so its transfers are exposed differently")
-    if plan.mesh.zero1 and plan.mesh.data > 1:
+    if plan.mesh.zero1 and plan.mesh.data > 1 and plan.mesh.shard != "weights":
         found.append("parameters are split over data as well (FSDP), and gathered layer by layer instead of at once")
+    if plan.mesh.copies > 1:
+        held = f"inside groups of {plan.mesh.shard_group} data ranks"
+        found.append(f"the optimizer's state is split {held} alone, so it takes {plan.mesh.copies} times the memory")
     if plan.pipeline.save in ("inputs", "dots"):
         found.append(f"save={plan.pipeline.save} becomes {_RECOMPUTED[plan.pipeline.save]}, which keeps something else")
     if plan.mesh.reduce_dtype == "bfloat16":

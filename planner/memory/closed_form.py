@@ -6,7 +6,7 @@ allocated; `per_stage` says which part of it a stage has in use, for drawings.
 
     weights       float32 master shards, and their copy in the compute dtype that a step gathers
     optimizer     Adam's two moments, sharded like the weights; in groups also the shared weights and their momentum
-    gradients     float32 accumulators, whole
+    gradients     float32 accumulators, whole or in shards
     activations   the ring of what F leaves for B, and B for W: depth x what is kept of a virtual stage
     messages      messages between stages and their rings; the fragment whose exchange between groups runs under a step
     workspace     the largest of what the head and a backward take while they run
@@ -57,6 +57,7 @@ class Shape:
         schedule: its number, see `paxtrain.schedule.schedules.code`.
         save: place in paxtrain.config.SAVE_MODES.
         shard: index of MeshConfig.shard in SHARDS.
+        copies_of_shards: groups of data ranks that each have all weights and sums in shards.
         scan: layers run in a loop.
         backward_rank: rank of compressed gradients between stages, 0 if they are not compressed.
         forward_rank: rank of compressed activations between stages, or 0.
@@ -101,6 +102,7 @@ class Shape:
     overlaps: bool = False
     min_ratio: float = 2.0
     others: Mapping[str, PerCandidate] = dataclasses.field(default_factory=dict)
+    copies_of_shards: PerCandidate = 1
 
     @property
     def mesh(self) -> dict[str, np.ndarray]:
@@ -169,6 +171,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         schedule=code(pipeline.schedule_key),
         save=SAVE_MODES.index(pipeline.save),
         shard=SHARDS.index(mesh.shard),
+        copies_of_shards=mesh.copies,
         scan=int(pipeline.scans(counts)),
         backward_rank=max(ranks, default=0),
         forward_rank=compress.forward.rank if compress.forward.chosen != "none" else 0,
@@ -240,8 +243,7 @@ def left(shape: Shape) -> dict[str, PerCandidate]:
 
 def _scores(program: LayerProgram) -> Bytes:
     """Return the numbers of the largest array that products of attention make in memory, its scores."""
-    sizes = [one.sizes(1) for one in program.forward.attention]
-    return Bytes(0, max((m * n * batch for m, n, _, batch in sizes), default=0))
+    return Bytes(0, max((m * n * b for one in program.forward.attention for m, n, _, b in [one.sizes(1)]), default=0))
 
 
 def _masks(program: LayerProgram) -> Bytes:
@@ -448,11 +450,11 @@ def analytic(shape: Shape) -> Memory:
     Its sum is comparable to OracleMemory.total: arguments and temporaries at once.
     """
     whole, sharded, cast = parameters(shape)
-    shard = np.asarray(shape.shard)
+    in_group = parameters(dataclasses.replace(shape, data=shape.data // shape.copies_of_shards))[1]
     # Two layers' weights are whole at a time, the next one's beside a layer's own, and one layer's gradients.
-    gathers, scatters = shard == SHARDS.index("weights"), shard >= SHARDS.index("gradients")
-    cast_held = np.where(gathers, cast * sharded / whole + 2 * _kernels(shape), cast)
-    sums = np.where(scatters, sharded + _kernels(shape), whole)
+    gathers, scatters = (np.asarray(shape.shard) >= SHARDS.index(name) for name in ("weights", "gradients"))
+    cast_held = np.where(gathers, cast * in_group / whole + 2 * _kernels(shape), cast)
+    sums = np.where(scatters, in_group + _kernels(shape), whole)
     # One micro-batch on one stage is the whole sum: XLA leaves the accumulators out.
     adds = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) > 1)
     layer = kept(shape)
@@ -481,8 +483,7 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
     shape = of(config, capability)
     stages, v, m = config.mesh.pipe, config.pipeline.virtual_stages, config.micro_batches
     allocated, s = analytic(shape), np.arange(config.mesh.pipe)
-    layers = np.add.reduce(config.stage_map.by_stage(config.stage_layers))
-    of_layers = layers / (shape.slots * v)
+    of_layers = np.add.reduce(config.stage_map.by_stage(config.stage_layers)) / (shape.slots * v)
     tables = shape.model.tables if len(config.stage_map.ends) == 1 else 1
     embedding = count(shape.model, "embedding", mesh=config.mesh.layer_sizes, tables=tables)
     held = float(embedding / parameters(shape)[0])  # the embedding's share of the slots' parameters

@@ -114,8 +114,9 @@ def sections(
 
 def _mesh(c: Candidate) -> MeshConfig:
     """Return the section mesh of a candidate."""
-    sizes: dict[str, Any] = c.sizes
-    return MeshConfig(**sizes, shard=c.shard, sequence_parallel=c.sequence_parallel, reduce_dtype=c.reduce_dtype)
+    same = ("shard", "shard_group", "sequence_parallel", "reduce_dtype")
+    values: dict[str, Any] = c.sizes | {name: getattr(c, name) for name in same}
+    return MeshConfig(**values)
 
 
 def groups(candidate: Candidate) -> PlannedGroups | None:

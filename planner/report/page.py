@@ -13,7 +13,6 @@ from planner.report.contents import Report, gap
 from planner.report.svg import duration
 from planner.report.text import (
     HEADS,
-    STATES,
     WORDS,
     assumed_words,
     compression_words,
@@ -28,6 +27,7 @@ from planner.report.text import (
     oracle_words,
     ranking_words,
     schedule,
+    sharded,
     share,
     stage_layers,
     statistics,
@@ -151,7 +151,7 @@ def _head(report: Report) -> str:
     drawn = "".join(
         f'<div class="tile"><b>{figure}</b><span>{html.escape(w)}</span></div>' for figure, w in tiles if figure
     )
-    how = STATES[c.shard]
+    how = sharded(c)
     how += ", sequence parallel" if c.sequence_parallel else ""
     words = (
         f"{mesh(c)} ({' x '.join(MAIN)}), {how}; {micro_batches(c)} micro-batches of size {c.micro_batch}, "

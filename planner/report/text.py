@@ -168,8 +168,13 @@ HEADS = (
     "gap %",
     "placed",
 )
-STATES = {"none": "replicated optimizer state", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "weights": "ZeRO-3"}
+_STATES = {"none": "replicated optimizer state", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "weights": "ZeRO-3"}
 WORDS = (1, 3, 4, 5, 6, 7, 12)  # columns of words, which are left-aligned
+
+
+def sharded(c: Candidate) -> str:
+    """Return what is in shards over data, in words."""
+    return _STATES[c.shard] + (f" in groups of {c.shard_group}" if c.shard_group else "")
 
 
 def table(report: Report) -> list[list[str]]:
@@ -184,7 +189,7 @@ def table(report: Report) -> list[list[str]]:
                 f"{c.micro_batch}{' uneven' if c.data_micro_batches else ''}",
                 schedule(c),
                 c.save,
-                c.shard,
+                f"{c.shard}/{c.shard_group}" if c.shard_group else c.shard,
                 stage_layers(c.counts, _LAYERS),
                 compression(c),
                 step(report, found),
@@ -282,6 +287,7 @@ def terms(report: Report) -> list[str]:
     some = any(c.backward_links or c.forward_links for c in candidates)
     seq = "d x p x t seq: tensor splits the sequence, too (mesh.sequence_parallel)"
     between = "schedule 1f1b:6: 1f1b with pipeline.in_flight=6"
+    groups = "shard weights/8: weights in shards inside groups of 8 data ranks (mesh.shard_group=8)"
     layers = "layers 5x2,4: two virtual stages with 5 layers, then one with 4"
     memory = "by a formula (the closed form) that counts what the program allocates"
     if report.oracle:
@@ -289,6 +295,7 @@ def terms(report: Report) -> list[str]:
     return [
         *[seq] * any(c.sequence_parallel for c in candidates),
         *[between] * any(":" in c.schedule for c in candidates),
+        *[groups] * any(c.shard_group for c in candidates),
         *[layers] * any("x" in stage_layers(c.counts, _LAYERS) for c in candidates),
         *(
             ["80%: how much longer or shorter the step is, at most, with a probability of 80%"]

@@ -7,6 +7,7 @@ import numpy as np
 
 from planner.cost import compute as costs
 from planner.cost import outer
+from planner.cost.candidate import Candidate
 from planner.cost.coded import CodecExchange
 from planner.cost.link_seconds import ring_leads
 from planner.cost.sizes import MASTER
@@ -67,10 +68,12 @@ def flows(report: Report) -> list[Flows]:
     groups = seats.reshape(c.apart, c.together, c.pipe)
     ranks = np.swapaxes(groups, 1, 2)  # [G, P, D / G]
     if c.together > 1:
-        _reduce(report, ranks, around, among)
+        if c.shards_sums:
+            _reduce_shards(report, ranks, around, among)
+        else:
+            _reduce(report, ranks, around, among)
         if c.zero1:
-            share, table = (c.together - 1) / c.together, problem.embedding_parameters * problem.meets
-            around("weights over data", ranks, share * (problem.layer_weights + table * costs.ITEM[report.model.dtype]))
+            _gather(report, ranks, around)
     if problem.swaps:
         add("tied embedding", seats[:, 0], seats[:, -1], problem.swapped)
         add("tied embedding", seats[:, -1], seats[:, 0], problem.swapped)
@@ -78,6 +81,43 @@ def flows(report: Report) -> list[Flows]:
         of_round = sum(size for size, _ in outer.sent(problem))
         around("differences between groups", np.moveaxis(groups, 0, 2), of_round / c.outer.every)
     return found
+
+
+def _sets(c: Candidate, ranks: Array) -> tuple[Array, Array]:
+    """Return the ranks that share weights and sums in shards, and those with the same shards, [..., P, n].
+
+    Args:
+        c: the plan.
+        ranks: seats of the ranks that train together, [G, P, D / G].
+    """
+    sets = ranks.reshape(c.apart, c.pipe, c.copies, -1)
+    return np.moveaxis(sets, 1, 2), np.moveaxis(sets, 3, 1)
+
+
+def _gather(report: Report, ranks: Array, around: Add) -> None:
+    """Add what the gathers of weights over data send; the arguments are those of `_reduce`."""
+    problem, c, what = report.problem, report.chosen.candidate, "weights over data"
+    size = problem.layer_weights + problem.embedding_parameters * problem.meets * costs.ITEM[report.model.dtype]
+
+    def gathered(members: Array, parts: int, times: int) -> None:
+        around(what, members, times * (members.shape[-1] - 1) / members.shape[-1] * size / parts)
+
+    if c.shard != "weights":
+        gathered(ranks, 1, 1)
+        return
+    inside, between = _sets(c, ranks)
+    gathered(inside, 1, 2 * c.micro_batches)  # in F and in B
+    gathered(between, inside.shape[-1], 1)
+
+
+def _reduce_shards(report: Report, ranks: Array, around: Add, among: Add) -> None:
+    """Add what the reduction of gradients sends whose sums are in shards; the arguments are those of `_reduce`."""
+    problem, c = report.problem, report.chosen.candidate
+    size = (problem.layer_parameters + problem.embedding_parameters * problem.meets) * costs.ITEM[c.reduce_dtype]
+    inside, between = _sets(c, ranks)
+    for members, sent in ((inside, c.micro_batches * size), (between, size / inside.shape[-1])):
+        share = (members.shape[-1] - 1) / members.shape[-1]
+        (around if report.fabric.rings else among)("gradients over data", members, share * sent)
 
 
 def _between_stages(problem: Problem) -> tuple[Array, Array]:

@@ -69,6 +69,7 @@ class Budget:
             schedule=space.schedule,
             save=space.save,
             shard=space.shard,
+            copies_of_shards=space.together // space.sharing,
             sequence_parallel=space.sequence_parallel.astype(int),
             scan=scans(self.scan_layers, common, space.pipe * space.chunks) * 1,
             backward_rank=space.backward_rank,

@@ -28,7 +28,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost import compute, outer
 from planner.search.space import BACKWARD, CODED, COLUMNS, Choices, Space
 
-_SUMS = ("gradients", "weights")  # values of mesh.shard that reduce gradients with each micro-batch
+SUMS = ("gradients", "weights")  # values of mesh.shard that reduce gradients with each micro-batch
 _LEAST_TOKENS = 4096  # of a sequence on a device; with fewer its axis is tried only if it is asked for
 # Number of schedules between 1f1b and eager_1f1b that are tried. If there are at most ALL_BETWEEN, all are tried.
 BETWEEN, ALL_BETWEEN = 3, 5
@@ -154,6 +154,7 @@ def _rows(
             continue
         shards = _shards(choices, pipe) if together * sequence_parts(mesh) > 1 else choices.shards[:1]
         shards = tuple(one for one in shards if takes(sharding_problem(choices, model, data, split, one)))
+        shared = [(one, group) for one in shards for group in _shard_groups(cluster, mesh, one)]
         sizes = [b for b in divisors(global_batch // ranks) if not choices.micro_batch or b in choices.micro_batch]
         for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
             m = global_batch // ranks // micro_batch
@@ -169,10 +170,10 @@ def _rows(
                 policies = _compressions(choices, model, together, pipe, split, message)
                 if spec_of(name).place(pipe, chunks).folded:  # messages travel as they are
                     policies = [] if choices.coded.compresses_forward else [one for one in policies if not one[0]]
-                for save, shard, policy, uneven in itertools.product(saves, shards, policies, by_speed):
-                    if shard in _SUMS and (policy[-1] or uneven):
+                for save, (shard, group), policy, uneven in itertools.product(saves, shared, policies, by_speed):
+                    if shard in SUMS and (policy[-1] or uneven):
                         continue  # a reduction of a step's gradients, or of other micro-batches
-                    how = (schedule, chunks, save, SHARDS.index(shard), sequence, dtype)
+                    how = (schedule, chunks, save, SHARDS.index(shard), group, sequence, dtype)
                     yield (data, pipe, tensor, micro_batch, m, *how, *policy, uneven, others)
 
 
@@ -180,9 +181,15 @@ def _shards(choices: Choices, pipe: int) -> tuple[str, ...]:
     """Return what may be split over data; sums of gradients in a pipeline only if nothing less is asked for."""
     coded = choices.coded
     whole = choices.outer.every or coded.data is not None or coded.embedding is not None
-    if whole or (pipe > 1 and {*choices.shards} - {*_SUMS}):
-        return tuple(one for one in choices.shards if one not in _SUMS)
+    if whole or (pipe > 1 and {*choices.shards} - {*SUMS}):
+        return tuple(one for one in choices.shards if one not in SUMS)
     return choices.shards
+
+
+def _shard_groups(cluster: Cluster, mesh: Mapping[str, int], shard: str) -> tuple[int, ...]:
+    """Return the sizes of groups of data ranks that may share what is in shards: 0 for all, and those of a host."""
+    data, host = mesh[DATA], cluster.devices_per_host // math.prod(mesh[name] for name in inside_axes())
+    return (0, host) if shard in SUMS and 1 < host < data and data % host == 0 else (0,)
 
 
 def _in_groups(meshes: list[dict[str, int]], choices: Choices) -> list[dict[str, int]]:

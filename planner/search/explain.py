@@ -16,7 +16,7 @@ from paxtrain.tables import times
 from planner.cost import compute
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import Coded
-from planner.search.enumeration import listed, message_shape, sharding_problem
+from planner.search.enumeration import SUMS, listed, message_shape, sharding_problem
 from planner.search.search import Found, Search
 from planner.search.space import COLUMNS, Choices, Column, Space, numbers_of
 
@@ -34,7 +34,7 @@ def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
         if now["micro_batch"] * factor >= 1:
             yield now | {"micro_batch": int(now["micro_batch"] * factor)}
     for column in _FREE:
-        same = search.space.pipe == now[PIPE] if column in ("schedule", "shard") else slice(None)
+        same = search.space.pipe == now[PIPE] if column in ("schedule", "shard", "shard_group") else slice(None)
         for value in np.unique(getattr(search.space, column)[same]).tolist():
             if value != now[column]:
                 yield now | {column: value}
@@ -109,6 +109,8 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
             changed = changed | {"chunks": 2}
         elif not spec.interleaves:
             changed = changed | {"chunks": 1}
+        if COLUMNS["shard"].value(changed["shard"]) not in SUMS:
+            changed = changed | {"shard_group": 0}
         if changed["backward"] == 0:
             changed = changed | {"backward_rank": 0}
         elif changed["backward_rank"] == 0:

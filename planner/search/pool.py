@@ -50,11 +50,16 @@ def plain_layouts(candidate: Candidate, per_host: int) -> Array:
     return np.concatenate([hosts, np.swapaxes(groups, 1, 2) // (per_host // candidate.seat)])
 
 
+def _key(c: Candidate) -> tuple[int, ...]:
+    """Return what candidates share that are simulated on the same paths."""
+    return *c.sizes.values(), c.shard_group
+
+
 class Pools:
     """The pools of all meshes on a cluster.
 
     Attributes:
-        found: placements [D, P] that joined the pools, by the sizes of their mesh.
+        found: placements [D, P] that joined the pools, by the sizes of their mesh and the data ranks of a group.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -65,7 +70,7 @@ class Pools:
     def of(self, problem: Problem) -> Pool:
         """Return the pool of a problem's mesh."""
         c = problem.candidate
-        key = tuple(c.sizes.values())
+        key = _key(c)
         if key not in self._pools:
             plain = plain_layouts(c, problem.cluster.devices_per_host)
             # Hosts of one kind side by side, so that data ranks lie on one kind as far as they can.
@@ -80,7 +85,7 @@ class Pools:
         pool = self.of(problem)
         if not len(_without(hosts[None], pool.hosts)):
             return False
-        self.found.setdefault(tuple(problem.candidate.sizes.values()), []).append(hosts)
+        self.found.setdefault(_key(problem.candidate), []).append(hosts)
         pool.hosts = np.concatenate([pool.hosts, hosts[None]])
         pool.paths = pool.paths.join(problem.paths(self.fabric, hosts[None]))
         return True

@@ -66,8 +66,14 @@ def compute(cluster: Cluster, model: ModelConfig, space: Space, kinds: Sequence[
     return dict(zip((*costs.TIMES, *costs.PARTS), table.T))
 
 
-def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array]:
-    """Return columns: latency and seconds per byte of the fastest hop, and of the fastest slowest link of a ring."""
+def _fastest(cluster: Cluster, space: Space, ranks: Array) -> tuple[Array, Array, Array, Array]:
+    """Return columns: latency and seconds per byte of the fastest hop, and of the fastest slowest link of a ring.
+
+    Args:
+        cluster: devices and links.
+        space: N candidates.
+        ranks: ranks [N] of a ring over data.
+    """
     groups = cluster.devices_per_host // space.seat  # of a host
     size = len(cluster.hosts)
     inside = np.eye(size, dtype=bool)
@@ -83,7 +89,7 @@ def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array
     def pick(within: Array, a: float, b: float, share: Array) -> Array:
         return np.where(within, min(a, b), b * share)
 
-    hop_inside, ring_inside = groups > 1, groups >= space.together
+    hop_inside, ring_inside = groups > 1, groups >= ranks
     one = np.ones(len(space))
     return (
         pick(hop_inside, alpha_in, alpha_out, one),
@@ -193,7 +199,7 @@ def _facts(cluster: Cluster, model: ModelConfig, space: Space) -> _Facts:
     sizes, where = space.layer_sizes
     of_stage = np.array([costs.embedding_parameters(model, one, 2) for one in sizes])[where]
     table = of_stage * np.where(_meets(space), model.tables, 1)
-    fastest = _fastest(cluster, space)
+    fastest = _fastest(cluster, space, space.together)
     return _Facts(compute(cluster, model, space), *fastest, parameters(model, space), table)
 
 
@@ -275,12 +281,19 @@ def _waits_for_its_first_gradient(spec: ScheduleSpec) -> bool:
     return spec.order == "alternating" and not (spec.splits or spec.interleaves)
 
 
-def _all_to_all(cluster: Cluster, space: Space, facts: _Facts) -> Array:
-    """Return the least seconds per byte [N] of a rank's array that an all-to-all over data takes."""
+def _all_to_all(cluster: Cluster, space: Space, ranks: Array, ring_byte: Array) -> Array:
+    """Return the least seconds per byte [N] of a rank's array that an all-to-all over data takes.
+
+    Args:
+        cluster: devices and links.
+        space: N candidates.
+        ranks: ranks [N] that exchange.
+        ring_byte: seconds per byte [N] of the fastest slowest link of a ring over these.
+    """
     groups = cluster.devices_per_host // space.seat
-    flows = space.seat * np.maximum(space.together - groups, 1) / (cluster.nics * cluster.fan_out)
+    flows = space.seat * np.maximum(ranks - groups, 1) / (cluster.nics * cluster.fan_out)
     alone = np.maximum(space.seat / cluster.nics, 1.0)  # what ring_byte has, if the ranks do not fit into a host
-    return facts.ring_byte * np.where(space.together > groups, np.maximum(flows / alone, IN_TURN), 1.0) / space.together
+    return ring_byte * np.where(ranks > groups, np.maximum(flows / alone, IN_TURN), 1.0) / ranks
 
 
 def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, Array]:
@@ -290,11 +303,13 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     latency = (d - 1) * facts.ring_latency
     size = np.array([costs.ITEM[dtype] for dtype in REDUCE_DTYPES])[space.reduce_dtype]
 
-    def reduced(parameters: Array) -> Array:
+    def scattered(parameters: Array, ranks: Array, ring_latency: Array, ring_byte: Array) -> Array:
         if cluster.overlaps:
-            scatter = latency + parameters * size * share
-        else:  # an all-to-all
-            scatter = facts.ring_latency + parameters * size * _all_to_all(cluster, space, facts)
+            return (ranks - 1) * ring_latency + parameters * size * (ranks - 1) / ranks * ring_byte
+        return ring_latency + parameters * size * _all_to_all(cluster, space, ranks, ring_byte)
+
+    def reduced(parameters: Array) -> Array:
+        scatter = scattered(parameters, d, facts.ring_latency, facts.ring_byte)
         return np.where(space.zero1, scatter, 2 * (latency + parameters * size * share))
 
     # An uneven split has a stage with more slots. They take longer to reduce, and hide more of it. Both are linear in
@@ -329,10 +344,14 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     gather = np.where(space.zero1, latency + held * item(model) * share, 0.0)
     if facts.coded.weights is not None:
         gather = np.zeros_like(gather)
-    # Sums in shards are reduced with each micro-batch, see data_axis.shards. Of a pipeline's nothing is known here.
+    # Sums in shards are reduced with each micro-batch, see data_axis.shards. Of a pipeline's nothing is known here, nor
+    # of what goes between groups once a step.
     once, whole = space.shard < SHARDS.index("gradients"), space.shard < SHARDS.index("weights")
     one = held / space.slots
-    taken, left = ~whole * (latency + one * item(model) * share), reduced(one)
+    ranks = space.sharing
+    _, _, first, each_byte = _fastest(cluster, space, ranks)
+    taken = ~whole * (ranks - 1) * (first + one * item(model) / ranks * each_byte)
+    left = np.where(ranks > 1, scattered(one, ranks, first, each_byte), 0.0)
     under = [facts.costs[name] if cluster.overlaps else 0.0 for name in ("forward", "backward")]
     waits = taken + left * cluster.overlaps + (space.slots - 1) * np.maximum(taken - under[0], 0.0)
     waits = waits + space.slots * np.maximum(taken + left - under[1], 0.0)

@@ -136,7 +136,7 @@ class Refinement:
     def _group(self, f: Found) -> tuple:
         """Return what plans share of which only the best is placed: less if placing is quick."""
         c = f.candidate
-        return (*kind_of(c), c.shard, c.micro_batch) if self._few(f) else kind_of(c)
+        return (*kind_of(c), c.shard, c.shard_group, c.micro_batch) if self._few(f) else kind_of(c)
 
     def _open(self, f: Found, effort: int, best: float) -> bool:
         late = self._done.get(self._name(f), -1) >= effort

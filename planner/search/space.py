@@ -132,6 +132,7 @@ class Space:
     chunks: Array
     save: Array
     shard: Array
+    shard_group: Array
     sequence_parallel: Array
     reduce_dtype: Array
     backward: Array
@@ -159,6 +160,11 @@ class Space:
     def zero1(self) -> Array:
         """True if each data rank keeps a part of the states only."""
         return self.shard > 0
+
+    @property
+    def sharing(self) -> Array:
+        """Data ranks that share weights and sums in shards."""
+        return np.where(self.shard_group > 0, self.shard_group, self.together)
 
     @property
     def seat(self) -> Array:

@@ -223,6 +223,30 @@ def test_a_reduction_is_a_ring_of_its_bytes():
     np.testing.assert_allclose(step.reduce, left + 3e-5 + 3 / 4 * TABLE * 4 / 25e9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("shard", ["weights", "gradients"])
+def test_groups_exchange_layers_inside_and_shards_once_between_them(shard):
+    """Two groups of two hosts: F and B wait as they do on two hosts alone."""
+    c = Candidate(4, 1, 1, 1, 3, "eager_1f1b", (12,), shard=shard, shard_group=2)
+    alone = dataclasses.replace(c, data=2, shard_group=0)
+    steps = []
+    for one in (c, alone, dataclasses.replace(c, shard_group=0)):
+        some = at_half(one.data, *["a100-80gb"] * one.data)
+        hosts = np.arange(one.data).reshape(1, one.data, 1)
+        steps.append(Problem(some, MODEL, one).step(link_seconds.fabric(some), hosts))
+    groups, two, four = steps
+    parameters = 12 * LAYER + TABLE
+    np.testing.assert_allclose(groups.finish - groups.gather, two.finish - two.gather, rtol=1e-9)
+    assert (four.finish - four.gather > groups.finish - groups.gather).all()
+    if shard == "weights":
+        np.testing.assert_allclose(groups.gather, 1e-5 + parameters / 2 / 2 * 2 / 25e9, rtol=1e-9)
+        assert not four.gather.any()
+    else:
+        np.testing.assert_allclose(groups.gather, four.gather, rtol=1e-9)
+    # Nothing lies over what follows the last B.
+    np.testing.assert_allclose(groups.reduce, 2e-5 + parameters / 2 / 2 * 4 / 25e9, rtol=1e-9)
+    assert not four.reduce.any() and groups.optimizer == four.optimizer
+
+
 def test_a_stage_that_is_done_before_the_last_row_hides_nothing_in_its_own_op():
     """Stage 1 of two ends one B earlier; in bfloat16 half the bytes travel."""
     some = at_half(4, *["a100-80gb"] * 4)

@@ -235,6 +235,25 @@ def test_torchtitan_gets_a_configuration_that_runs(monkeypatch, tmp_path):
         torchtitan.export(plan(), ModelConfig(layers=32), (8,) * 4)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "degrees", "reshard"),
+    [
+        (MeshConfig(16, shard="weights", shard_group=4), (4, 4), "always"),
+        (MeshConfig(16, shard="weights"), (1, 16), "always"),
+        (MeshConfig(16), (1, 16), "never"),
+        (MeshConfig(16, shard="none"), (16, 1), "never"),
+    ],
+)
+def test_torchtitan_gets_groups_as_replicas_of_shards(mesh, degrees, reshard):
+    found = torchtitan.export(dataclasses.replace(plan(), mesh=mesh), MODEL, (32,))
+    text = found.files["torchtitan_plan.py"]
+    found_degrees = re.findall(r"data_parallel_(?:replicate|shard)_degree=(\d+),", text)
+    assert tuple(map(int, found_degrees)) == degrees
+    assert f'fsdp_reshard_after_forward="{reshard}"' in text
+    words = "the optimizer's state is split inside groups of 4 data ranks alone, so it takes 4 times the memory"
+    assert (words in found.inexpressible) == (mesh.copies > 1)
+
+
 def test_maxtext_gets_settings_that_multiply_up():
     found = maxtext.export(plan(), MODEL, (8,) * 4)
     s = dict(line.split("=", 1) for line in found.files["maxtext.args"].splitlines())

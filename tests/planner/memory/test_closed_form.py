@@ -199,7 +199,7 @@ def test_many_candidates_at_once_are_the_same_as_one_by_one():
     n, m = 500, config().model
     some = closed_form.Shape(
         model=with_attention(m, (9, 0)),
-        data=rng.choice([1, 2, 4], n),
+        data=rng.choice([2, 4], n),
         pipe=rng.choice([1, 2, 4], n),
         tensor=rng.choice([1, 2, 4], n),
         virtual_stages=np.ones(n, int),
@@ -210,6 +210,7 @@ def test_many_candidates_at_once_are_the_same_as_one_by_one():
         schedule=rng.choice([code(name) for name in names() if not SPECS[name].interleaves], n),
         save=rng.integers(0, len(SAVE_MODES), n),
         shard=rng.integers(0, 4, n),
+        copies_of_shards=np.where(rng.random(n) < 0.5, 1, 2),
         scan=0,
         data_rank=rng.choice([0, 8], n),
     )
@@ -219,6 +220,19 @@ def test_many_candidates_at_once_are_the_same_as_one_by_one():
         fields = {f.name: getattr(some, f.name) for f in dataclasses.fields(some)}
         alone = closed_form.Shape(**{k: x[i] if isinstance(x, np.ndarray) else x for k, x in fields.items()})
         assert float(closed_form.analytic(alone).total) == pytest.approx(together[i], rel=1e-12)
+
+
+def test_groups_hold_the_shards_of_fewer_ranks_and_the_state_of_all():
+    def parts(data: int, group: int = 0) -> closed_form.Memory:
+        mesh = {"data": data, "tensor": 1, "shard": "weights", "shard_group": group}
+        return closed_form.analytic(closed_form.of(config(mesh=mesh, batch={"global_batch": 8 * data})))
+
+    two, groups, eight = parts(2), parts(8, 2), parts(8)
+    assert groups.gradients == two.gradients > eight.gradients
+    assert groups.optimizer == eight.optimizer < two.optimizer
+    whole, small, _ = closed_form.parameters(closed_form.of(config(mesh={"data": 8, "tensor": 1})))
+    master = 4 * (closed_form.parameters(closed_form.of(config(mesh={"data": 2, "tensor": 1})))[1] - small)
+    assert whole > small and groups.weights == pytest.approx(two.weights - master)
 
 
 def test_what_saves_memory_saves_memory():

@@ -85,6 +85,31 @@ def test_every_flow_is_counted_where_it_goes(schedule, pipe):
     assert report.chosen.candidate.backward == ("epilogue" if pipe > 1 else "none")
 
 
+@pytest.mark.parametrize("group", [0, 2])
+@pytest.mark.parametrize("shard", ["weights", "gradients"])
+def test_what_is_in_shards_travels_with_each_micro_batch_inside_groups(shard, group):
+    report = spread_report("1f1b", 1)
+    c = dataclasses.replace(report.chosen.candidate, shard=shard, shard_group=group)
+    p, hosts = report.problem, report.chosen.placement.hosts[:, 0]
+    sets = hosts.reshape(-1, group or c.data)
+    whole = c.tensor * (p.layer_parameters + p.embedding_parameters)
+    weights = whole * costs.ITEM[report.model.dtype]
+    gradients, gathers = whole * costs.ITEM[c.reduce_dtype], 2 * c.micro_batches if shard == "weights" else 0
+    exchanges = [(ranks, c.micro_batches * gradients + gathers * weights) for ranks in sets]
+    shares = (gradients + (weights if shard == "weights" else 0)) / sets.shape[1]
+    exchanges += [(ranks, shares) for ranks in sets.T if group]
+    exchanges += [(hosts, weights)] * (shard == "gradients")
+    expected = np.zeros(3)
+    for ranks, size in exchanges:
+        ring = ring_order(ranks)
+        for a, b in zip(ring, np.roll(ring, -1)):
+            expected[int(a != b)] += size * (len(ranks) - 1) / len(ranks)
+    one_site = dataclasses.replace(report.cluster, sites=())
+    chosen = dataclasses.replace(report.chosen, candidate=c)
+    found = traffic.traffic(dataclasses.replace(report, cluster=one_site, chosen=chosen))
+    assert sum(found.values()) == pytest.approx(expected) and expected[:2].all()
+
+
 def test_one_site_has_nothing_between_sites():
     assert all(sizes[2] == 0 for sizes in traffic.traffic(made_report()).values())
 

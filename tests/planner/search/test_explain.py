@@ -1,6 +1,7 @@
 """Each dimension that the search tries wins somewhere, and `--explain` says what the plan without it would take."""
 
 import dataclasses
+import json
 import re
 import types
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import pytest
 
 import paxtrain
 import planner
+from paxtrain.config import plan as plans
 from planner.search.space import COLUMNS, numbers_of
 from tests.planner.examples import cluster
 
@@ -72,6 +74,7 @@ CASES = {
     "chunks": Case(2, "chunks=4", CHUNKS, **FOUR | {"hosts": 2}),
     "save": Case("layer_inputs", "save=residuals", SAVES, WIDE, cluster={"memory": 1.9e9}),
     "shard": Case("weights", "shard=optimizer", {"data": (4,)}, WIDE),
+    "shard_group": Case(4, "shard_group=0", {"data": (16,), "tensor": (1,)}, WIDE, batch=64, hosts=4, slower=10),
     "sequence_parallel": Case(True, "sequence_parallel=False", {"tensor": (4,)}, WIDE),
     "backward": Case("epilogue", "backward=none", EPILOGUE, **FAR),
     "backward_rank": Case(4, "backward_rank=16", EPILOGUE, **FAR),
@@ -84,16 +87,31 @@ def test_each_column_has_a_case_or_is_not_searched():
     assert set(CASES) | NOT_SEARCHED == set(COLUMNS) and not set(CASES) & NOT_SEARCHED
 
 
-@pytest.mark.parametrize("column", CASES)
-def test_a_dimension_wins_and_its_neighbor_loses(column):
-    case = CASES[column]
+def planned(case: Case) -> planner.Plans:
+    """Return the plans of a case, explained."""
     made = cluster(case.hosts, case.devices, seed=None, **case.cluster)
     inside = np.eye(case.hosts, dtype=bool)
     made = dataclasses.replace(made, samples=np.where(inside, made.samples, made.samples / case.slower))
     values = {f"model.{name}": value for name, value in case.model.items()} | {"batch.global_batch": case.batch}
     config = paxtrain.load_config("tiny", values | {"batch.micro_batch": 1, "mesh.data": 1})
-    found = planner.plan(config, made, dataclasses.replace(OPTIONS, **case.options), explained=True)
+    return planner.plan(config, made, dataclasses.replace(OPTIONS, **case.options), explained=True)
+
+
+@pytest.mark.parametrize("column", CASES)
+def test_a_dimension_wins_and_its_neighbor_loses(column):
+    case = CASES[column]
+    found = planned(case)
     chosen = numbers_of(found.ranked[0].candidate)[column]
     said = "\n".join([str(found.ranked[0].candidate), *found.explain()])
     assert COLUMNS[column].value(chosen) == case.wins, said
     assert any(re.fullmatch(rf"{case.loses}( \S+=\S+)*: {LOSES}", line) for line in found.explain()), said
+
+
+def test_weights_in_shards_of_a_host_win_over_whole_ones_and_over_shards_of_all_ranks():
+    found = planned(CASES["shard_group"])
+    assert (found.plan.mesh.shard, found.plan.mesh.shard_group, found.plan.mesh.copies) == ("weights", 4, 4)
+    assert plans.from_json(json.loads(json.dumps(plans.to_json(found.plan)))) == found.plan
+    for other in ("shard_group=0", "shard=optimizer shard_group=0"):
+        assert any(re.fullmatch(rf"{other}: {LOSES}", line) for line in found.explain()), found.explain()
+    assert " weights/4 " in found.text() and "shard weights/8: " in found.text()
+    assert "ZeRO-3 in groups of 4" in found.html()
