@@ -13,7 +13,7 @@ References:
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -32,6 +32,8 @@ class SplitBackward:
         leaves: shapes of the values that wait for W: the residuals of F, then those values of B that find no place
             among them.
         late: numbers of the weights (leaves of their tree) whose gradients W computes. B computes all others.
+        free: numbers of the residuals of F that W does not read.
+        left: shapes of the values that B leaves for W.
         input_equations: equations of B.
         weight_equations: equations of W; some of B's, which W runs again, are among them.
 
@@ -102,19 +104,10 @@ class SplitBackward:
         read = {
             atom for equation in self.weight_equations for atom in equation.invars if not isinstance(atom, core.Literal)
         }
-        free = [n for n, variable in enumerate(self._kept) if variable not in read]
-        self.leaves, self._places = list(kept), []
-        for variable in self._left:
-            aval = variable.aval
-            assert isinstance(aval, jax.core.ShapedArray)
-            shape, dtype = aval.shape, aval.dtype
-            fits = [n for n in free if (kept[n].shape, kept[n].dtype) == (shape, dtype)]
-            place = fits[0] if fits else len(self.leaves)
-            if fits:
-                free.remove(place)
-            else:
-                self.leaves.append(jax.ShapeDtypeStruct(shape, dtype))
-            self._places.append(place)
+        self.free = [n for n, variable in enumerate(self._kept) if variable not in read]
+        avals = [variable.aval for variable in self._left]
+        self.left = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals if isinstance(a, jax.core.ShapedArray)]
+        self.leaves, self._places = placed(kept, self.free, self.left)
 
     def input_gradient(
         self, weights: Params, leaves: list[jax.Array], g: Tree
@@ -161,6 +154,27 @@ class SplitBackward:
             else:
                 added[n] = totals[n] + values[self._gradients[n]].astype(totals[n].dtype)
         return added
+
+
+def placed(
+    kept: Sequence[jax.ShapeDtypeStruct], free: Sequence[int], left: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[list[jax.ShapeDtypeStruct], list[int]]:
+    """Return the values that wait for W, and the place among them of each that B leaves.
+
+    Args:
+        kept: shapes of the residuals of F.
+        free: numbers of those that W does not read.
+        left: shapes of the values that B leaves.
+    """
+    leaves, free, places = list(kept), list(free), []
+    for one in left:
+        fits = [n for n in free if (kept[n].shape, kept[n].dtype) == (one.shape, one.dtype)]
+        places.append(fits[0] if fits else len(leaves))
+        if fits:
+            free.remove(fits[0])
+        else:
+            leaves.append(one)
+    return leaves, places
 
 
 class TracedLayer(NamedTuple):
