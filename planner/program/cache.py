@@ -41,31 +41,26 @@ def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, 
         if wrong := [f"model.{name}={size}" for name, size in sizes.items() if size % n and name not in _OUTSIDE]:
             raise UserError(f"a {axis} axis of {n} devices cannot split {' and '.join(wrong)}; a divisor could")
     if not model.module:  # all layers are alike
-        return _program(dataclasses.replace(model, layers=1), mesh, sequence_parallel, save, "")
+        return _programs(dataclasses.replace(model, layers=1), mesh, sequence_parallel, "")[save]
     numbers = collections.Counter(parameters.kinds(model))
-    programs = [_program(model, mesh, sequence_parallel, save, kind) for kind in numbers]
+    programs = [_programs(model, mesh, sequence_parallel, kind)[save] for kind in numbers]
     return mean(programs, [*numbers.values()]) if len(programs) > 1 else programs[0]
 
 
-@functools.lru_cache(maxsize=4096)
-def _program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str, kind: str) -> LayerProgram:
-    version = importlib.metadata.version("jax")
-    key = [dataclasses.asdict(model), mesh, sequence_parallel, save, version, _fingerprint()]
+@functools.lru_cache(maxsize=1024)
+def _programs(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, kind: str) -> dict[str, LayerProgram]:
+    """Return the program of a layer of a kind by save mode."""
+    key = [dataclasses.asdict(model), mesh, sequence_parallel, importlib.metadata.version("jax"), _fingerprint()]
     path = files.kept_file("programs", key)
-    with contextlib.suppress(ValueError, TypeError):  # somebody else's value
+    with contextlib.suppress(ValueError, TypeError, AttributeError):  # somebody else's value
         if (stored := files.kept(path)) is not None:
-            return _parse(stored)
-    found = _all_saves(model, mesh, sequence_parallel, kind)[save]
+            return {save: _parse(values) for save, values in stored.items()}
+    from planner.program import reading  # here, since it imports jax, which takes long
+
+    found = reading.read(model, mesh, sequence_parallel, kind)
     if not model.module:  # whose source may change unseen
         files.keep(path, found)
     return found
-
-
-@functools.lru_cache(maxsize=256)
-def _all_saves(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, kind: str) -> dict[str, LayerProgram]:
-    from planner.program import reading  # here, since it imports jax, which takes long
-
-    return reading.read(model, mesh, sequence_parallel, kind)
 
 
 @functools.cache

@@ -36,8 +36,7 @@ def shared_cache(tmp_path_factory):
 
 def forget():
     programs.layer_program.cache_clear()
-    programs._program.cache_clear()
-    programs._all_saves.cache_clear()
+    programs._programs.cache_clear()
 
 
 @pytest.fixture
@@ -209,12 +208,12 @@ def test_programs_scale_with_the_micro_batch(monkeypatch):
 def test_a_program_is_read_once_and_damaged_files_are_read_anew(private_cache, monkeypatch):
     first = layer_program(model(), 2, False, "dots")
     [path] = private_cache.iterdir()
-    read = []
-    monkeypatch.setattr(reading, "read", lambda *how: read.append(how) or {"dots": first})
+    read, found = [], {save: layer_program(model(), 2, False, save) for save in SAVES}
+    monkeypatch.setattr(reading, "read", lambda *how: read.append(how) or found)
     forget()
     assert layer_program(model(layers=7), 2, False, "dots") == first and not read
     stored = json.loads(path.read_text())
-    changed = {**stored, "value": [*stored["value"][:-1], [0, 1]]}
+    changed = {**stored, "value": {**stored["value"], "dots": stored["value"]["residuals"]}}
     for text in ("", "{}", "[]", "5", "\x00", path.read_text()[:-9], json.dumps(changed), "[" * 10**5):
         path.write_text(text)
         forget()
