@@ -129,11 +129,13 @@ class Trials:
             only: placements [K, D, P] of the one mesh that all of them have, to try instead of those known.
             limit: seconds; what certainly takes longer need not be simulated, as long as each candidate is.
         """
-        given = None
-        if only is not None and some:
-            given = only, self.problem(some[0], self.splits.even(some[0])).paths(self.fabric, only)
         problems = [self.problem(i, self.splits.even(i)) for i in some]
-        used = [given or self.pools.of(problem).placements for problem in problems]
+        if only is None:
+            used = [self.pools.of(problem).placements for problem in problems]
+        else:  # those with the same groups have the same paths
+            by_group = {problem.candidate.shard_group: problem for problem in problems}
+            given = {group: problem.paths(self.fabric, only) for group, problem in by_group.items()}
+            used = [(only, given[problem.candidate.shard_group]) for problem in problems]
         memory, index = [float(self.bytes[i]) for i in some], list(some)
         if self.uneven:
             other = [

@@ -139,7 +139,10 @@ def test_a_plan_that_does_not_fit_the_model():
         ({"mesh": [2, 2, 2]}, ["mesh must be a mapping", "[2, 2, 2]"]),
         (
             {"mesh": {"data": 2, "model": 4}},
-            ["unknown configuration key mesh.model", "data, pipe, reduce_dtype, sequence_parallel, shard, tensor"],
+            [
+                "unknown configuration key mesh.model",
+                "data, pipe, reduce_dtype, sequence_parallel, shard, shard_group, tensor",
+            ],
         ),
         ({"mesh": {"data": "2"}}, ["mesh.data must be of type int", "'2'"]),
         ({"pipeline": {"schedule": "2f2b"}}, ["pipeline.schedule", "eager_1f1b", "'2f2b'"]),
