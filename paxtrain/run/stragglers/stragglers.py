@@ -108,7 +108,7 @@ class Stragglers:
         alone = jax.process_count() == 1 and mesh.devices.flat[0].platform == "cpu"
         self._probe = None if alone else Probe(mesh, host_of, message)
         usual = [from_texts(self._measured()) for _ in range(0 if alone else _USUAL)]
-        self._judge = Judge(JobNames(hosts, host_of, kinds), usual)
+        self._judge, self._hosts = Judge(JobNames(hosts, host_of, kinds), usual), set(hosts)
         self._watch, self._appointment = StepWatch(), Appointment("probe")
         self._waits: deque[float] = deque(maxlen=_RECENT)
         self._first_waits: list[float] = []
@@ -183,7 +183,8 @@ class Stragglers:
             return None
         found = Slowdown(step, self._since, change, tuple(culprits))
         self._normal = self._normal or change.before
-        return dataclasses.replace(found, advice=self._advise(found))
+        all_slow = {culprit.host for culprit in culprits} >= self._hosts  # no host is left to plan for
+        return dataclasses.replace(found, advice="" if all_slow else self._advise(found))
 
     def __enter__(self) -> Self:
         self._appointment.__enter__()

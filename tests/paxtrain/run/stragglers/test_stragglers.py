@@ -85,6 +85,16 @@ def test_without_a_planner_the_command_that_plans_is_told():
     assert advise(Slowdown(57, 50, StepChange(0.2, 0.3, 8), (link,))) == ""
 
 
+@pytest.mark.parametrize(("slow", "advice"), [("a", "Plan without a"), ("a,b", "")])
+def test_nobody_is_told_to_plan_without_all_hosts(stragglers, monkeypatch, slow, advice):
+    culprits = [Culprit(f"host/{host}", f"host {host} is slow", 2.0, host=host) for host in slow.split(",")]
+    monkeypatch.setattr(stragglers, "_hosts", {"a", "b"})
+    monkeypatch.setattr(stragglers, "_advise", lambda found: f"Plan without {found.culprits[0].host}")
+    monkeypatch.setattr(stragglers._judge, "culprits", lambda now, change: culprits)
+    [line] = train(stragglers, [0.2] * 50 + [0.3] * 50).values()
+    assert line.partition("is slow. ")[2] == advice
+
+
 TOGETHER = """
 import json, time
 from paxtrain.config import from_dict
