@@ -171,7 +171,7 @@ def define_config(name: str, default: str | None, description: str) -> None:
         file = resolved.partition(":")[0]
         if file.endswith(JSON):
             return ConfigDict(recorded(file))
-        with errors_of(file):
+        with errors_of(file), _no_bytecode():
             loaded = load(resolved)
         if loaded is None:
             raise UserError(f"get_config() of {file} returns None; it must return a ConfigDict, as in configs/tiny.py")
@@ -183,6 +183,16 @@ def define_config(name: str, default: str | None, description: str) -> None:
         # A file that cannot be loaded raises when it is first used, which is here, while flags are parsed.
         requirement = "get_config() must return a ConfigDict"
         flags.register_validator(name, lambda config: hasattr(config, "items"), requirement)
+
+
+@contextlib.contextmanager
+def _no_bytecode() -> Iterator[None]:
+    """Keep Python from writing what it compiles beside a configuration, into a folder of the user's."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
 
 
 def _resolved(path: str) -> str:
