@@ -323,7 +323,7 @@ def pipeline(table: Table, seconds: Seconds, overlap: bool = True, rough: bool =
         overlap: transfers run beside compute, as on GPUs; False: receivers wait for them, as on the CPU backend.
         rough: take stages that are not in step after a few repetitions to go on at the pace of the slowest of them.
     """
-    arranged = spread(table, seconds)
+    arranged, which = distinct(spread(table, seconds))
     names = tuple(f.name for f in dataclasses.fields(Seconds) if getattr(arranged, f.name).any())
     keys = _keys([getattr(arranged, name) for name in names])
     known = _KNOWN.setdefault((table, overlap, rough, names), {})
@@ -336,7 +336,7 @@ def pipeline(table: Table, seconds: Seconds, overlap: bool = True, rough: bool =
             arranged = _some(arranged, list(new.values()))
         times = _Replay(arranged, table, overlap, None).run(runs(table, overlap=overlap), rough)
         known |= zip(new, times)
-    found = np.array([known[key] for key in keys])
+    found = np.array([known[key] for key in keys])[which]
     if sum(map(len, _KNOWN.values())) * table.stages > _REMEMBERED:
         _KNOWN.clear()
     return found

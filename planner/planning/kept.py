@@ -40,7 +40,7 @@ class Findings:
         outcome: the ranked plans and the statistics of the search.
         chosen: index of the plan that all else is about.
         nearby: plans on fewer hosts and for other batches.
-        offers: plans with each kind of compression.
+        offers: plans with each kind of compression that could be quicker; None: some kind was asked for.
         comparisons: step times of other ways to plan.
         noise: noise of the placement's gain; None if the links were measured once.
     """
@@ -48,7 +48,7 @@ class Findings:
     outcome: Outcome
     chosen: int
     nearby: tuple[Nearby, ...]
-    offers: tuple[Offer, ...]
+    offers: tuple[Offer, ...] | None
     comparisons: list[Comparison]
     noise: Noise | None
 
@@ -63,14 +63,14 @@ def keep(search: Search, asked: object, findings: Findings) -> None:
     """
     if (key := _key(search, asked)) is None:
         return
-    outcome = findings.outcome
+    outcome, offers = findings.outcome, findings.offers
     value = {
         "ranked": list(map(_packed, outcome.ranked)),
         "points": outcome.points.tolist(),
         **{name: getattr(outcome, name) for name in ("placed", "seconds", "bound")},
         "chosen": findings.chosen,
         "nearby": [{**_fields(near), "found": _packed(near.found)} for near in findings.nearby],
-        "offers": [[offer.compress, _packed(offer.found)] for offer in findings.offers],
+        "offers": None if offers is None else [[offer.compress, _packed(offer.found)] for offer in offers],
         "comparisons": [_fields(one) for one in findings.comparisons],
         "noise": findings.noise,
         "placements": [[mesh, np.array(some).tolist()] for mesh, some in search.trials.pools.found.items()],
@@ -110,10 +110,12 @@ def _recalled(search: Search, value: dict[str, Any]) -> Findings | None:
         Nearby(_unpacked(search, near["found"]), near["global_batch"], tuple(near["left_out"]), near["gain"])
         for near in value["nearby"]
     )
-    offers = tuple(Offer(flag, _unpacked(search, found)) for flag, found in value["offers"])
+    offers = value["offers"]
+    if offers is not None:
+        offers = tuple(Offer(flag, _unpacked(search, found)) for flag, found in offers)
     comparisons = [Comparison(**one) for one in value["comparisons"]]
     noise = None if value["noise"] is None else Noise(*value["noise"])
-    priced = [(found, search.cluster) for found in (*outcome.ranked, *(offer.found for offer in offers))]
+    priced = [(found, search.cluster) for found in (*outcome.ranked, *(offer.found for offer in offers or ()))]
     priced += [(near.found, _without(search.cluster, near.left_out)) for near in nearby]
     if not all(_has_its_price(search, found, cluster) for found, cluster in priced):
         return None

@@ -122,7 +122,7 @@ class Plans:
                     "gain": contents.quicker(made, offer),
                     "loss": losses.words(offer.found.candidate),
                 }
-                for offer in made.offers
+                for offer in made.offers or ()
             ],
             "loss": text.loss_words(made),
             **_if_any("groups", groups.figures(made)),
@@ -227,7 +227,7 @@ def plan_sections(
     if known is None or known.chosen != chosen.index:
         near = planning.nearby(outcome.ranked[outcome.ranked.index(chosen) :]) if options.nearby else ()
         say("comparing")
-        more = () if offered is None else offers(search, offered)
+        more = None if offered is None else offers(search, offered, chosen)
         comparisons = baselines.comparisons(search, chosen)
         known = kept.Findings(searched, chosen.index, near, more, comparisons, planning.noise(chosen))
         kept.keep(search, asked, known)

@@ -99,7 +99,7 @@ class Report:
         noise: noise of the placement's gain; None if the links were measured once.
         oracle: plans that were compiled to check their memory.
         nearby: quicker plans on fewer hosts, and plans for batches near by that train more tokens a second.
-        offers: plans with each kind of compression, if none was asked for.
+        offers: plans with each kind of compression that could be quicker; None: some kind was asked for.
         budgeted: the choice of codecs within a budget of loss; None: it was not asked for.
         explained: a sentence "what: why" for each plan that was not chosen.
         command: the command that made the report.
@@ -124,7 +124,7 @@ class Report:
     noise: Noise | None = None
     oracle: tuple[OracleRow, ...] = ()
     nearby: tuple[Nearby, ...] = ()
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[Offer, ...] | None = None
     budgeted: Budgeted | None = None
     explained: tuple[str, ...] = ()
     command: str = ""

@@ -413,12 +413,12 @@ def lossy_words(report: Report) -> list[str]:
         return [loss_words(report)]
     own = losses.words(report.chosen.candidate)
     found = [f"{compression_words(report.chosen.candidate)}: {own}"] if own else []
-    for offer in sorted(report.offers, key=lambda offer: offer.found.seconds):
+    for offer in sorted(report.offers or (), key=lambda offer: offer.found.seconds):
         if (gain := quicker(report, offer)) >= _LEAST:
             plan, c = duration(offer.found.seconds), offer.found.candidate
             words = f"with --compress={offer.compress} ({compression(c)}) it would be {plan}, {share(gain)} quicker"
             found.append(f"{words}; {losses.words(c)}")
-    return found or ["no kind of compression would make the step quicker"] * bool(report.offers)
+    return found or ["no kind of compression would make the step quicker"] * (report.offers is not None)
 
 
 def text(report: Report) -> str:

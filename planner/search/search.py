@@ -121,7 +121,8 @@ class Search:
         self.trials.bounds = self.bounds
         kinds = (self.space.backward > 0).astype(float) + (self.space.data_rank > 0)
         kinds = kinds + (self.space.pipe > 1) * self.coded.compresses_forward
-        self.scores = self.bounds * (1 + options.gain * kinds)  # bounds of what candidates are ranked by
+        self._handicaps = 1 + options.gain * kinds
+        self.scores = self.bounds * self._handicaps  # bounds of what candidates are ranked by
         self._alike = [_alike([self.space.column(name) for name in (*AXES, *names)]) for names, *_ in _ALIKE]
 
     def candidate(self, i: int, counts: tuple[int, ...]) -> Candidate:
@@ -179,6 +180,7 @@ class Search:
         top: int | None = None,
         placed: int | None = None,
         quick: int | None = None,
+        limit: float = np.inf,
         progress: Callable[[str], None] = lambda text: None,
     ) -> Outcome:
         """Rank the candidates, and place the best of them.
@@ -188,6 +190,7 @@ class Search:
             top: number of plans to rank; None: that of the options.
             placed: most meshes and schedules to place thoroughly; None: that of the options.
             quick: most of them to place quickly; None: as many as are worth it, or none if none is placed thoroughly.
+            limit: seconds; of candidates that take longer any may be passed over once one was simulated.
             progress: called with a sentence now and then.
 
         Raises:
@@ -200,7 +203,7 @@ class Search:
         order = order[np.isfinite(scores[order])]
         top, placed = top or self.options.top, self.options.placed if placed is None else placed
         refined = Refinement(self.trials, self.options.gain, self.options.seed, placed, quick)
-        points = self._rank(order, scores, top, refined, progress)
+        points = self._rank(order, scores, top, limit, refined, progress)
         if not refined.found:
             raise UserError(
                 "no candidate has data ranks whose devices differ in speed, as --uneven_data=yes demands; "
@@ -224,7 +227,7 @@ class Search:
         )
 
     def _rank(
-        self, order: Array, scores: Array, top: int, refined: Refinement, progress: Callable[[str], None]
+        self, order: Array, scores: Array, top: int, limit: float, refined: Refinement, progress: Callable[[str], None]
     ) -> list[tuple[float, float]]:
         """Simulate candidates in the order of their bounds until no other one can be, or is like, one of the best.
 
@@ -234,6 +237,7 @@ class Search:
             order: int [n], candidates by rising score.
             scores: bound [N] of each candidate, with the handicap of its compression.
             top: how many of the best are asked for.
+            limit: seconds above which nothing is asked for once one was simulated.
             refined: where the simulated candidates are added.
             progress: called with a sentence now and then.
 
@@ -243,7 +247,7 @@ class Search:
         points: list[tuple[float, float]] = []
         worst, left = np.inf, order
         while True:
-            open_ = left[self._expected(scores, refined)[left] < worst]
+            open_ = left[(self._expected(scores, refined) < np.minimum(worst, limit * self._handicaps))[left]]
             some = open_[: min(_TOGETHER, _FIRST + len(points))]
             new = self.simulate(some.tolist(), worst) if len(some) else []
             points += [(f.seconds, f.memory) for f in new]

@@ -11,6 +11,8 @@ import planner
 from paxtrain.config import plan as plans
 from paxtrain.config import to_dict
 from planner.planning import planning
+from planner.planning.inputs import search_for
+from planner.planning.offers import offers
 from planner.planning.planning import PLAN, REPORT, plan_sections
 from planner.report import losses, text
 from planner.search.search import Search
@@ -144,6 +146,15 @@ def slow_cluster():
     return dataclasses.replace(made, samples=made.samples / 1e3)
 
 
+def as_slow_as(found, seconds):
+    return dataclasses.replace(found, placement=dataclasses.replace(found.placement, seconds=seconds))
+
+
+@pytest.fixture
+def slow_search(config):
+    return search_for(to_dict(config), slow_cluster(), SLOW, 0)
+
+
 def test_nothing_is_compressed_unless_it_is_asked_for(config, lossless):
     assert not any(map(compressed, lossless.ranked))
     assert lossless.plan.compress.backward.messages == lossless.plan.compress.data.stages == "none"
@@ -166,6 +177,23 @@ def test_the_report_offers_what_compression_would_gain(config, lossless):
     # Whoever follows an offer gets at least that: the search then looks at these plans among others.
     asked = planner.plan(config, slow_cluster(), dataclasses.replace(SLOW, compress=("data",), gain=0.0))
     assert asked.ranked[0].seconds <= offers["data"]["step_seconds"] * (1 + 1e-9)
+
+
+def test_compression_that_cannot_be_quicker_is_not_offered(config, lossless, slow_search):
+    """A kind is offered as long as its quickest plan beats the chosen one, and that plan is as without limit."""
+    chosen, ranks = slow_search.run().ranked[0], OPTIONS.data_ranks
+    free = {offer.compress: offer.found for offer in offers(slow_search, ranks, as_slow_as(chosen, np.inf))}
+    for seconds in (0.0, *sorted(found.seconds * (1 + 1e-6) for found in free.values())):
+        some = {offer.compress: offer.found for offer in offers(slow_search, ranks, as_slow_as(chosen, seconds))}
+        for flag, found in free.items():
+            if found.seconds < seconds:
+                assert some[flag].seconds == found.seconds
+            elif flag in some:
+                assert some[flag].seconds >= found.seconds > seconds
+    assert not offers(slow_search, ranks, as_slow_as(chosen, 0.0))
+    none = dataclasses.replace(lossless.report, offers=())
+    assert text.lossy_words(none) == ["no kind of compression would make the step quicker"]
+    assert not text.lossy_words(dataclasses.replace(none, offers=None))
 
 
 def test_a_codec_that_the_configuration_names_is_asked_for(config):
