@@ -344,8 +344,7 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     gather = np.where(space.zero1, latency + held * item(model) * share, 0.0)
     if facts.coded.weights is not None:
         gather = np.zeros_like(gather)
-    # Sums in shards are reduced with each micro-batch, see data_axis.shards. Of a pipeline's nothing is known here, nor
-    # of what goes between groups once a step.
+    # Sums in shards are reduced with each micro-batch, see data_axis.shards; of a pipeline's nothing is known here.
     once, whole = space.shard < SHARDS.index("gradients"), space.shard < SHARDS.index("weights")
     one = held / space.slots
     ranks = space.sharing
@@ -356,8 +355,17 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     waits = taken + left * cluster.overlaps + (space.slots - 1) * np.maximum(taken - under[0], 0.0)
     waits = waits + space.slots * np.maximum(taken + left - under[1], 0.0)
     often = np.where((space.pipe == 1) & ~once, space.micro_batches * waits, 0.0)
-    over = np.where(d > 1, reduce * once + gather * whole + often, 0.0)
-    edge = np.where((d > 1) & once, reduced(table), 0.0)
+    # Groups that share them add theirs to each other's once a step, and get their part of the weights anew.
+    copies = d // ranks
+    _, _, first, each_byte = _fastest(cluster, space, copies)
+    even = held * model.layers / (space.slots * space.chunks * space.pipe)
+
+    def between(parameters: Array) -> Array:
+        return np.where((copies > 1) & ~once, scattered(parameters / ranks, copies, first, each_byte), 0.0)
+
+    anew = (copies - 1) * (first + even * item(model) / (ranks * copies) * each_byte) * ~whole
+    over = np.where(d > 1, reduce * once + gather * whole + often + between(even) + anew, 0.0)
+    edge = np.where(d > 1, np.where(once, reduced(table), between(table)), 0.0)
     tied = model.tied_head & ~_meets(space)
     if facts.coded.embedding is not None:
         return over, np.zeros_like(edge)  # of another codec nothing is known here

@@ -11,7 +11,7 @@ from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SHARDS
 from paxtrain.schedule.schedules import name_of
 from planner.cluster.cluster import Cluster
 from planner.cost import link_seconds
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
@@ -104,6 +104,25 @@ def test_no_simulated_step_is_below_the_bound(some, forward):
             hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
             total = problem.step(fabric, hosts).total
             assert (total >= bounds[i] * (1 - 1e-12)).all(), c
+
+
+@pytest.mark.parametrize(
+    ("some", "near"),
+    [(cluster(8, 4, seed=None, nics=4), 0.85), (cluster(8, 4), 0.05), (GLOO, 0.05)],
+    ids=["alike", "uneven", "gloo"],
+)
+def test_shards_of_groups_are_bounded_with_the_exchange_between_groups(some, near):
+    """Where links are alike the bound without that exchange is a half to two thirds of the step."""
+    space = enumerate_candidates(some, MODEL, 32, dataclasses.replace(SPACE_CHOICES, backward=(), data_ranks=()))
+    bounds, fabric, closest = pruning.lower_bound(some, MODEL, space), link_seconds.fabric(some), []
+    for i in np.flatnonzero(space.shard_group):
+        counts = layers.even(MODEL.layers, int(space.pipe[i] * space.chunks[i]))
+        c = (problem := Problem(some, MODEL, candidate(space, i, counts))).candidate
+        shuffled = placements(2, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
+        total = problem.step(fabric, np.concatenate([host_order(c, some.devices_per_host), shuffled])).total
+        assert (total >= bounds[i] * (1 - 1e-12)).all(), c
+        closest.append(bounds[i] / total[0])
+    assert len(closest) > 30 and min(closest) > near
 
 
 def test_a_split_that_hides_more_of_a_slow_reduction_is_not_below_the_bound():
