@@ -38,7 +38,9 @@ _TABLE = {
     "paxtrain": "paxtrain/config paxtrain/parallel paxtrain/process paxtrain/run paxtrain/schedule",
     "planner/cluster": "paxtrain/config paxtrain/devices",
     "planner/pipeline": "paxtrain/schedule",
-    "planner/program": "paxtrain/config paxtrain/model paxtrain/pipeline paxtrain/process paxtrain/xla",
+    "planner/program": (
+        "paxtrain/config paxtrain/model paxtrain/pipeline paxtrain/process paxtrain/schedule paxtrain/xla"
+    ),
     "planner/cost": (
         "compress compress/codecs paxtrain/config paxtrain/model paxtrain/schedule planner/cluster planner/pipeline "
         "planner/program"
@@ -50,7 +52,7 @@ _TABLE = {
     "planner/placement": "paxtrain/config planner/cluster planner/cost planner/pipeline",
     "planner/search": (
         "compress paxtrain/config paxtrain/model paxtrain/schedule planner/cluster planner/cost planner/memory "
-        "planner/pipeline planner/placement"
+        "planner/pipeline planner/placement planner/program"
     ),
     "planner/report": (
         "paxtrain/config paxtrain/model paxtrain/run paxtrain/schedule paxtrain/study planner/cluster planner/cost "
@@ -71,7 +73,8 @@ _TABLE = {
     ),
     "planner/runs": "paxtrain/config paxtrain/schedule",
     "planner/fit": (
-        "paxtrain/config paxtrain/devices paxtrain/schedule planner/cluster planner/cost planner/pipeline planner/runs"
+        "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule planner/cluster planner/cost "
+        "planner/pipeline planner/runs"
     ),
     "planner/given": "paxtrain/devices planner/cluster planner/measure",
     "planner/traced": "paxtrain/config paxtrain/devices paxtrain/model planner/cluster planner/cost planner/given",

@@ -12,9 +12,9 @@ import numpy as np
 
 from experiments.published.runs import PER_HOST, PublishedRun
 from paxtrain.config import MeshConfig
+from paxtrain.model.parameters import of_mean_layer
 from planner.cluster.cluster import ASSUMED, ATTAINED, Cluster
 from planner.cluster.device_sheets import SHEETS
-from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import LinkSeconds, Paths, fabric, paths
 from planner.cost.simulate import sharded_step
@@ -115,7 +115,7 @@ def _slow_down(run: PublishedRun, problem: Problem, constants: PublishedConstant
     B has twice as many kernels as F, and those of F once more if it recomputes all of it.
     """
     layers = np.array(run.stage_layers, float)
-    parameters = layers * costs.layer_parameters(run.model, problem.candidate.layer_sizes)
+    parameters = layers * of_mean_layer(run.model, problem.candidate.layer_sizes)
     parameters[[0, -1]] += problem.embedding_parameters
     passes = run.accumulate * problem.pass_per_byte[:, None] * parameters
     waits = run.waits * constants.waiting * layers

@@ -91,6 +91,7 @@ def traits(config: ModelConfig) -> Traits:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def differ(config: ModelConfig) -> bool:
     """Return whether layers are of several kinds."""
     return len(set(kinds(config))) > 1

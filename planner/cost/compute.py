@@ -135,6 +135,7 @@ class _Layer:
         rates: rates of matrix products.
         shares: shares of the data sheet.
         inside: latency in seconds and bytes/s of a link inside a host.
+        kind: the layer's kind; None: the mean of all.
     """
 
     model: ModelConfig
@@ -144,10 +145,11 @@ class _Layer:
     rates: ProductRates
     shares: Shares
     inside: tuple[float, float]
+    kind: str | None
 
     def program(self, save: str) -> LayerProgram:
         """Return the layer's program in a save mode, except "inputs"."""
-        return layer_program(self.model, self.mesh, self.sequence_parallel, save)
+        return layer_program(self.model, self.mesh, self.sequence_parallel, save, self.kind)
 
     def products(self, work: Work) -> float:
         """Return the seconds of products, without those of attention."""
@@ -251,6 +253,7 @@ def sheet(
     inside: tuple[float, float],
     shares: Shares = ASSUMED,
     sequence_parallel: bool = False,
+    kind: str | None = None,
 ) -> LayerCosts:
     """Return the data sheet's costs.
 
@@ -266,7 +269,13 @@ def sheet(
         inside: latency in seconds and bytes/s of a link inside a host.
         shares: shares of the data sheet that the device reaches.
         sequence_parallel: MeshConfig.sequence_parallel.
+        kind: the layer's kind; None: the mean of all.
     """
+    if kind is None and parameters.differ(model):
+        how = device, mesh, micro_batch, save, inside, shares, sequence_parallel
+        found = {one: dataclasses.asdict(sheet(model, *how, one)) for one in set(parameters.kinds(model))}
+        each = [found[one] for one in parameters.kinds(model)]
+        return LayerCosts(**{name: sum(x[name] for x in each) / len(each) for name in each[0]})
     item = ITEM[model.dtype]
     tokens, h = micro_batch * model.sequence // sequence_parts(mesh), model.hidden
     peak = (device.peak_flops if model.dtype == "bfloat16" else device.single_flops) * shares.matmul
@@ -275,7 +284,7 @@ def sheet(
     ratio, launch = shares.backward / 2, shares.layer_launch  # 1 if B takes twice as long as F
 
     settled = _settled(model, device.capability, shares.stored_scores)
-    one = _Layer(settled, mesh, sequence_parallel, micro_batch, rates, shares, inside)
+    one = _Layer(settled, mesh, sequence_parallel, micro_batch, rates, shares, inside, kind)
     f, b, w, *_ = one.program("residuals")
     # B's attention counts as two products for each of F's if a family stores scores, with which the constants are
     # fitted. By their own shapes they take up to 3% of a layer's B more or less.
@@ -304,6 +313,7 @@ def sheet(
 
 TIMES = ("forward", "backward", "head", "embedding", "optimizer")
 PARTS = ("backward_input", "backward_weights")  # of backward; rows may lack them
+OF_LAYERS = ("forward", "backward", *PARTS)
 # The facts of a model that a row of a compute profile names; rows that name no family are of GPT-2. The family of an
 # architecture of one's own is its model.module.
 PROFILED = ("hidden", "heads", "sequence", "vocab", "dtype", "family", "key_value_heads", "ffn")
@@ -428,6 +438,23 @@ def layer(
     return LayerCosts(**parts | measured, byte=measured["optimizer"] / cluster.shares.optimizer_bytes)
 
 
+@functools.lru_cache(maxsize=4096)
+def of_layers(
+    cluster: Cluster,
+    kind: str,
+    model: ModelConfig,
+    mesh: AxisSizes,
+    micro_batch: int,
+    save: str,
+    sequence_parallel: bool,
+) -> dict[str, np.ndarray]:
+    """Return each layer's times over the mean layer's as the data sheet has them, [layers] by name; see `layer`."""
+    how = cluster.sheet(kind) or _CPU, mesh, micro_batch, save, inside(cluster, kind), cluster.shares, sequence_parallel
+    found = {one: sheet(model, *how, one) for one in set(parameters.kinds(model))}
+    seconds = {name: [getattr(found[one], name) for one in parameters.kinds(model)] for name in OF_LAYERS}
+    return {name: np.array(x) / np.mean(x) for name, x in seconds.items()}
+
+
 def source(cluster: Cluster) -> str:
     """Return the source of the compute times, in words for reports."""
     profiled = {row["kind"] for row in cluster.compute}
@@ -448,28 +475,10 @@ def unread(model: ModelConfig) -> str:
     """Return the primitives of an architecture of one's own that are not known, in words for reports; "" if all are."""
     if not model.module:
         return ""
-    program = layer_program(parameters.with_attention(model, model.flash_capability), UNSPLIT, False, "residuals")
-    names = dict.fromkeys(name for work in program[:3] for name in work.unknown)
+    how = parameters.with_attention(model, model.flash_capability), UNSPLIT, False, "residuals"
+    programs = [layer_program(*how, kind) for kind in dict.fromkeys(parameters.kinds(model))]
+    names = dict.fromkeys(name for program in programs for work in program[:3] for name in work.unknown)
     return f"; not known are {', '.join(names)}, which count as reading and writing their arrays" if names else ""
-
-
-# --- Sizes ------------------------------------------------------------------------------------------------------------
-
-
-def message_bytes(model: ModelConfig, micro_batch: int, parts: int = 1) -> int:
-    """Return the bytes of one micro-batch's activations between two stages that a device of a tensor group sends.
-
-    Args:
-        model: model to train.
-        micro_batch: sequences of a micro-batch.
-        parts: parts of the sequence, of which a device sends one.
-    """
-    return micro_batch * model.sequence // parts * model.hidden * ITEM[model.dtype]
-
-
-def layer_parameters(model: ModelConfig, mesh: AxisSizes) -> int:
-    """Return the parameters of one layer on one device, in the mean if layers are of several kinds."""
-    return parameters.of_mean_layer(model, mesh)
 
 
 def kernels(model: ModelConfig, mesh: AxisSizes) -> tuple[tuple[int, int], ...]:

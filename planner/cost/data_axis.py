@@ -120,7 +120,7 @@ def shards(
         gathered = whole * several * (over.ring_latency + turn * parameters * item * over.ring_per_byte)
         return gathered, several * (over.scatter_latency + parameters * size * over.scatter_per_byte)
 
-    (gather, scatter), table = both(sizes.layer_parameters / c.slots), both(sizes.embedding_parameters)
+    (gather, scatter), table = both(sizes.layer_parameters / sizes.slots), both(sizes.embedding_parameters)
     if overlap:
         quick = min(one.forward for one in layers), min(one.backward for one in layers)
         forward = gather + (count - 1) * np.maximum(gather - quick[0], 0)

@@ -7,6 +7,7 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from paxtrain.model import parameters
 from paxtrain.model.fragments import fragment_layers
+from paxtrain.model.parameters import of_mean_layer
 from paxtrain.schedule.schedules import spec_of
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
@@ -55,7 +56,7 @@ def sent(sizes: Sizes) -> list[tuple[float, int]]:
     """
     c, model, found = sizes.candidate, sizes.model, []
     for fragment, count in enumerate(layers(model, c)):
-        held = count * costs.layer_parameters(model, c.layer_sizes)
+        held = count * of_mean_layer(model, c.layer_sizes)
         if fragment == 0:
             tables = model.tables if len(c.stage_map.ends) == 1 else 1
             held += parameters.count(model, "embedding", mesh=c.layer_sizes, tables=tables)

@@ -7,6 +7,7 @@ import numpy as np
 
 from paxtrain.config import Config
 from paxtrain.config.axes import more_axes
+from paxtrain.model.parameters import of_mean_layer
 from planner.cluster.cluster import Cluster, attained
 from planner.cost import compute as costs
 from planner.cost.candidate import NO_GROUPS, Candidate, host_order
@@ -176,7 +177,7 @@ def sharded_step(problem: Problem, where: Paths) -> np.ndarray:
         return np.array([getattr(one, name) for one in problem.layer])
 
     latency, turn = where.ring[0][:, 0], (c.data - 1) / c.data * where.ring[1][:, 0]
-    parameters = costs.layer_parameters(model, c.layer_sizes)
+    parameters = of_mean_layer(model, c.layer_sizes)
     item, reduced = costs.ITEM[model.dtype], costs.ITEM[c.reduce_dtype]
     gather, reduce = latency + parameters * item * turn, latency + parameters * reduced * turn
     forward = gather + model.layers * np.maximum(cost("forward"), gather)

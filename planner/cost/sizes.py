@@ -2,18 +2,31 @@
 
 import functools
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES
-from paxtrain.model.parameters import stack, table
+from paxtrain.model.parameters import count, differ, kinds, of_mean_layer, table
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
+from planner.program.kinds import rooms
 
 Array = np.ndarray
 
 MASTER = 4  # bytes of a float32 gradient or master weight
+
+
+def message_bytes(model: ModelConfig, micro_batch: int, parts: int = 1) -> int:
+    """Return the bytes of one micro-batch's activations between two stages that a device of a tensor group sends.
+
+    Args:
+        model: model to train.
+        micro_batch: sequences of a micro-batch.
+        parts: parts of the sequence, of which a device sends one.
+    """
+    return micro_batch * model.sequence // parts * model.hidden * costs.ITEM[model.dtype]
 
 
 class Sizes:
@@ -25,7 +38,7 @@ class Sizes:
     @functools.cached_property
     def message(self) -> int:
         """Bytes of a message between stages, as it is."""
-        return costs.message_bytes(self.model, self.candidate.micro_batch, self.candidate.parts)
+        return message_bytes(self.model, self.candidate.micro_batch, self.candidate.parts)
 
     @property
     def _message_shape(self) -> tuple[int, int, int]:
@@ -59,9 +72,23 @@ class Sizes:
         return self._factors(c.backward_rank)
 
     @functools.cached_property
+    def rooms(self) -> Mapping[str, int]:
+        """Layer slots of a stage by the kind of their layers, padding included."""
+        c = self.candidate
+        if not differ(self.model):
+            return {kinds(self.model)[0]: c.slots}
+        return {kind: n * c.chunks for kind, n in rooms(self.model, c.counts).items()}
+
+    @property
+    def slots(self) -> int:
+        """Layer slots of a stage, padding included."""
+        return sum(self.rooms.values())
+
+    @functools.cached_property
     def layer_parameters(self) -> int:
         """Parameters of a stage's layer slots on one device."""
-        return self.candidate.slots * costs.layer_parameters(self.model, self.candidate.layer_sizes)
+        mesh = self.candidate.layer_sizes
+        return sum(n * count(self.model, mesh=mesh, kind=kind) for kind, n in self.rooms.items())
 
     @functools.cached_property
     def kernels(self) -> tuple[tuple[int, int], ...]:
@@ -76,7 +103,7 @@ class Sizes:
     @property
     def rest(self) -> int:
         """Parameters of a layer that are never compressed, on one device."""
-        return costs.layer_parameters(self.model, self.candidate.layer_sizes) - self.kernel_parameters
+        return of_mean_layer(self.model, self.candidate.layer_sizes) - self.kernel_parameters
 
     @functools.cached_property
     def compressed_kernels(self) -> tuple[tuple[int, int], ...]:
@@ -111,9 +138,10 @@ class Sizes:
         """Return the parameters of a stage's layer slots, and of the tables, whose gradients an axis sums."""
         c, sums = self.candidate, AXES[axis].sums
         some = [p for p in table(self.model) if p.split_by(axis) is None and sums(c, p.names, p.own)]
-        shapes = [(len(stack(self.model, p)), p.shape(self.model, c.layer_sizes)) for p in some if p.lead == "layers"]
-        layer = sum(layers * math.prod(shape) for layers, shape in shapes) // self.model.layers
-        return c.slots * layer, self.embedding_parameters * any(p.own[0] == "vocab" for p in some)
+        of_layers = [p for p in some if p.lead == "layers"]
+        held = [sum(n for kind, n in self.rooms.items() if p.of(kind)) for p in of_layers]
+        layers = sum(n * math.prod(p.shape(self.model, c.layer_sizes)) for n, p in zip(held, of_layers))
+        return layers, self.embedding_parameters * any(p.own[0] == "vocab" for p in some)
 
     @property
     def swaps(self) -> bool:

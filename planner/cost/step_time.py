@@ -20,6 +20,7 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES, DATA, token_axes
+from paxtrain.model import parameters
 from paxtrain.schedule.schedules import build, spec_of
 from planner.cluster.cluster import PAXTRAIN, Cluster, TrainerExecution, with_crossing
 from planner.cost import compute as costs
@@ -30,6 +31,7 @@ from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds, Paths, pat
 from planner.cost.sizes import MASTER, Sizes
 from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
+from planner.program.kinds import on_stages
 
 Array = np.ndarray
 
@@ -66,8 +68,7 @@ class Step:
 class Problem(Sizes):
     """One candidate on one cluster, to be evaluated on many placements.
 
-    Arrays [kinds, ...] have a row for each kind of device. With several splits of the layers they have such rows for
-    each split, one split after the other.
+    Arrays [kinds, ...] have a row for each kind of device, and so for each split of the layers, if there are several.
     """
 
     def __init__(
@@ -89,31 +90,35 @@ class Problem(Sizes):
                 the cluster has them.
         """
         super().__init__(model, candidate)
-        self.cluster = cluster
-        kinds = sorted(set(cluster.kinds))
+        self.cluster, self.overlap = cluster, cluster.overlaps
+        c, kinds = candidate, sorted(set(cluster.kinds))
         self.kind_of_host = np.array([kinds.index(kind) for kind in cluster.kinds])
-        c = candidate
         how = (c.layer_sizes, c.micro_batch, c.save, c.sequence_parallel)
         priced = with_crossing(cluster, c.tensor) if self.crosses else cluster
         self.layer = list(layer) or [costs.layer(priced, kind, model, *how) for kind in kinds]
-        self.overlap = cluster.overlaps
         packed = c.backward, c.backward_links
         self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, *packed, skips=bool(c.data_micro_batches))
-        counts = np.repeat(np.array(splits or [c.counts], float), len(self.layer), axis=0)  # [kinds, V]
+        every, settings = splits or [c.counts], len(self.layer) // len(kinds)
+        numbers = np.repeat(np.array(every, float), len(self.layer), axis=0)  # of layers, [kinds, V]
+        differ = parameters.differ(model)
+        self.of_layers = [costs.of_layers(priced, kind, model, *how) for kind in kinds if differ]
+
+        def layers(name: str) -> Array:  # as many mean ones as take their time
+            some = [[on_stages(own[name], counts) for own in self.of_layers] * settings for counts in every]
+            return np.concatenate(some) if differ else numbers
+
         self.layer = self.layer * max(len(splits), 1)
-        first = np.zeros(counts.shape[1])
-        first[0] = 0.5  # half of the embedding's time is its look-up, half its gradient
+        first = np.eye(1, len(c.counts))[0] / 2  # half of the embedding's time is its look-up, half its gradient
         names = [field.name for field in dataclasses.fields(costs.LayerCosts)]
         unit = {name: np.array([getattr(x, name) for x in self.layer]) for name in names}
         divided = spec_of(c.schedule).splits and c.pipe > 1
-        table, last = unit["embedding"][:, None] * first, unit["backward_weights" if divided else "backward"]
-        table = table + unit["chunk"][:, None]
-        self.forward = unit["forward"][:, None] * counts + table
-        self.backward = unit["backward_input" if divided else "backward"][:, None] * counts + table
-        self.weights = unit["backward_weights"][:, None] * counts * divided
-        self.head = unit["head"]
-        self.hides = self._hidden(counts) * last[:, None]  # [kinds, P]
-        self.pass_per_byte = unit["byte"]
+        table = unit["embedding"][:, None] * first + unit["chunk"][:, None]
+        backward, closing = "backward_input" if divided else "backward", "backward_weights" if divided else "backward"
+        self.forward = unit["forward"][:, None] * layers("forward") + table
+        self.backward = unit[backward][:, None] * layers(backward) + table
+        self.weights = unit["backward_weights"][:, None] * layers("backward_weights") * divided
+        self.head, self.pass_per_byte = unit["head"], unit["byte"]
+        self.hides = self._hidden(layers(closing), numbers) * unit[closing][:, None]  # [kinds, P]
 
     @functools.cached_property
     def crosses(self) -> bool:
@@ -121,21 +126,23 @@ class Problem(Sizes):
         c = self.candidate
         return c.pipe > 1 and c.pipe * c.seat > self.cluster.devices_per_host
 
-    def _hidden(self, counts: Array) -> Array:
+    def _hidden(self, layers: Array, numbers: Array) -> Array:
         """Return the number of layers [kinds, P] that a stage's last op runs while other layers' gradients are reduced.
 
         A layer's gradient is reduced under the layers that follow. Other chunks' gradients are final before the op.
 
         Args:
-            counts: layers of each virtual stage, [kinds, V].
+            layers: layers of each virtual stage, as many mean ones as take their time, [kinds, V].
+            numbers: layers of each virtual stage, [kinds, V].
         """
         c = self.candidate
         reduced_under = ("zero1" if c.zero1 else "none") in self.cluster.execution.overlaps
         if not (self.overlap and reduced_under) or c.together == 1 or c.shards_sums:
-            return np.zeros((len(counts), c.pipe))
+            return np.zeros((len(layers), c.pipe))
         few = min(c.micro_batches, 2 * c.pipe + c.micro_batches % c.pipe)  # further ones only repeat rows
         closing = _closing(c.schedule, c.pipe, c.micro_batches if spec_of(c.schedule).size else few, c.chunks)
-        return closing * (counts[:, : c.pipe] - (c.chunks == 1))
+        one = np.divide(layers, numbers, out=np.ones_like(layers), where=numbers > 0)
+        return closing * (layers - (c.chunks == 1) * one)[:, : c.pipe]
 
     @property
     def work(self) -> Array:
@@ -373,7 +380,7 @@ class Problem(Sizes):
         begin = (ranks - hides).max(axis=1)
 
         def end(seconds: Array, begin: Array) -> Array:
-            return np.maximum(finish + seconds / c.slots, begin + seconds) + edge
+            return np.maximum(finish + seconds / self.slots, begin + seconds) + edge
 
         whole = end(dense, begin)
         # In a loop over layers factors are not reduced: the loop's layers share one array, but not their states.
@@ -480,7 +487,8 @@ def of_splits(problem: Problem, splits: Sequence[tuple[int, ...]], where: Paths,
     alike: dict[tuple, list[int]] = {}
     for n, counts in enumerate(splits):
         c = dataclasses.replace(problem.candidate, counts=counts)
-        alike.setdefault((max(counts), c.scans, outer.layers(problem.model, c)), []).append(n)
+        slots = tuple(Sizes(problem.model, c).rooms.values())
+        alike.setdefault((slots, c.scans, outer.layers(problem.model, c)), []).append(n)
     for members in alike.values():
         some = [splits[n] for n in members]
         candidate = dataclasses.replace(problem.candidate, counts=some[0])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paxtrain.model.parameters import of_mean_layer
 from planner.cost import compute
 from planner.fit.trial_steps import candidate, sheet
 from planner.runs.trials import Trial
@@ -62,7 +63,7 @@ def _held(trial: Trial) -> Array:
     """Return what each stage holds of each of COUNTS [stages, counts], in bytes."""
     model, sizes = trial.model, candidate(trial, own=False).layer_sizes
     item, last = trial.element_bytes, trial.pp - 1
-    layer, table = compute.layer_parameters(model, sizes), compute.embedding_parameters(model, sizes, trial.pp)
+    layer, table = of_mean_layer(model, sizes), compute.embedding_parameters(model, sizes, trial.pp)
     tokens = trial.micro_batch * trial.seq
     whole = tokens * trial.hidden * item
     part = whole / (trial.tp if trial.sequence_parallel else 1)

@@ -1,5 +1,8 @@
 """Bytes of a training step on one device: in closed form, and from the compiler.
 
-closed_form.py margin.py    the estimate, for many candidates at once; its safety margin
-compiled.py                 exact bytes, by the compiler
+shape.py           many candidates as columns
+closed_form.py     the estimate
+codec_states.py    its part for the states of codecs
+margin.py          its safety margin
+compiled.py        exact bytes, by the compiler
 """

@@ -15,124 +15,27 @@ allocated; `per_stage` says which part of it a stage has in use, for drawings.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SHARDS, SPLIT_SAVES, Config, ModelConfig
-from paxtrain.config.axes import TENSOR, layer_sizes, more_axes, parts, sequence_parts
+from paxtrain.config import SAVE_MODES, SHARDS, SPLIT_SAVES, Config
+from paxtrain.config.axes import layer_sizes, more_axes, parts
 from paxtrain.model.fragments import fragment_layers
-from paxtrain.model.parameters import by_names, count, stack, table, with_attention
+from paxtrain.model.parameters import count, differ, table, with_attention
 from paxtrain.model.spec import Parameter
 from paxtrain.schedule.schedules import code, each
-from planner.cost.coded import LOW_RANK, Coded, coded
-from planner.cost.outer import part
+from planner.cost.coded import coded
+from planner.memory.codec_states import codec_states
+from planner.memory.shape import ACCUMULATOR, ERRORS, PerCandidate, Shape, columns, meets
 from planner.program.cache import layer_program
+from planner.program.kinds import rooms
 from planner.program.layer_program import Bytes, LayerProgram
 
 # The share of a device's memory that a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts. cuBLAS,
 # cuDNN and NCCL take workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's default
 # preallocates 75%, which is less: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 must be set to use this share.
 USABLE = 0.92
-
-PerCandidate = float | np.ndarray  # a number, or an array over candidates
-_ERRORS = ("none", "explicit", "lazy")
-_ACCUMULATOR = 4  # bytes of float32: master weights, moments, gradients
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Candidates as integer columns that broadcast against each other; one model for all.
-
-    Attributes:
-        model: model whose attention is settled, see parameters.with_attention.
-        data: size of the data axis.
-        pipe: size of the pipe axis.
-        tensor: size of the tensor axis.
-        virtual_stages: chunks of layers per stage.
-        slots: layers of the largest virtual stage.
-        common: layers of the smallest virtual stage.
-        micro_batch: sequences of a micro-batch.
-        micro_batches: micro-batches per data rank and step.
-        schedule: its number, see `paxtrain.schedule.schedules.code`.
-        save: place in paxtrain.config.SAVE_MODES.
-        shard: index of MeshConfig.shard in SHARDS.
-        copies_of_shards: groups of data ranks that each have all weights and sums in shards.
-        scan: layers run in a loop.
-        backward_rank: rank of compressed gradients between stages, 0 if they are not compressed.
-        forward_rank: rank of compressed activations between stages, or 0.
-        data_rank: rank of compressed gradients over data, or 0.
-        data_rank_min: lowest rank that a run chooses over data; 0: it keeps to data_rank.
-        error: error feedback of messages, as a place in ("none", "explicit", "lazy").
-        sequence_parallel: activations between the split matrices are sharded over tensor.
-        overlap: transfers run beside compute, as on GPUs.
-        coded: codecs other than low rank; with one, the rank of its place only says whether it compresses.
-        copies: float32 copies of a device's weights that training in groups keeps: the shared ones, and the momentum.
-        groups: number of groups that train apart; data is that of one.
-        fragment_layers: layers that a device sends to other groups of each fragment; (): it sends none.
-        overlaps: the largest fragment is exchanged under a step; otherwise groups wait.
-        min_ratio: factor by which a matrix must shrink to be compressed over data or between groups.
-        others: sizes of the axes besides data, pipe and tensor, by name.
-    """
-
-    model: ModelConfig
-    data: PerCandidate
-    pipe: PerCandidate
-    tensor: PerCandidate
-    virtual_stages: PerCandidate
-    slots: PerCandidate
-    common: PerCandidate
-    micro_batch: PerCandidate
-    micro_batches: PerCandidate
-    schedule: PerCandidate
-    save: PerCandidate
-    shard: PerCandidate
-    scan: PerCandidate
-    backward_rank: PerCandidate = 0
-    forward_rank: PerCandidate = 0
-    data_rank: PerCandidate = 0
-    data_rank_min: PerCandidate = 0
-    error: PerCandidate = 2
-    sequence_parallel: PerCandidate = 0
-    overlap: PerCandidate = 1
-    coded: Coded = LOW_RANK
-    copies: PerCandidate = 0
-    groups: PerCandidate = 1
-    fragment_layers: tuple[PerCandidate, ...] = ()
-    overlaps: bool = False
-    min_ratio: float = 2.0
-    others: Mapping[str, PerCandidate] = dataclasses.field(default_factory=dict)
-    copies_of_shards: PerCandidate = 1
-
-    @property
-    def mesh(self) -> dict[str, np.ndarray]:
-        """Sizes of the axes that may split layers, by name."""
-        return {name: np.asarray(size) for name, size in {TENSOR: self.tensor, **self.others}.items()}
-
-    @property
-    def parts(self) -> PerCandidate:
-        """Parts of the sequence in what is sharded over tensor between the split matrices."""
-        return np.where(np.asarray(self.sequence_parallel) == 1, self.tensor, 1)
-
-    @property
-    def zero1(self) -> PerCandidate:
-        """1 if states are sharded over data, else 0."""
-        return np.minimum(np.asarray(self.shard), 1)
-
-    @property
-    def tokens(self) -> PerCandidate:
-        """Tokens of a micro-batch that a device has within layers."""
-        return self.micro_batch * self.model.sequence // self.shared
-
-    @property
-    def shared(self) -> PerCandidate:
-        """Devices that share each sequence through all layers."""
-        return sequence_parts(self.mesh)
-
-    @property
-    def compute(self) -> int:
-        """Bytes of the compute dtype."""
-        return 2 if self.model.dtype == "bfloat16" else 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +80,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         forward_rank=compress.forward.rank if compress.forward.chosen != "none" else 0,
         data_rank=compress.data.rank if compress.data.over(mesh.data) != "none" else 0,
         data_rank_min=compress.data.rank_min if compress.data.adapt_every else 0,
-        error=_ERRORS.index(compress.error),
+        error=ERRORS.index(compress.error),
         sequence_parallel=int(mesh.sequence_parallel),
         overlap=int(capability > (0, 0)),
         coded=coded(compress, config.model.tied_head),
@@ -187,6 +90,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         overlaps=outer.overlap > 0,
         min_ratio=compress.min_ratio,
         others={name: mesh.sizes[name] for name in more_axes()},
+        rooms=rooms(config.model, counts) if differ(config.model) else {},
     )
 
 
@@ -215,30 +119,35 @@ def ring_depths(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]
     return residual * several, activation * several, gradient * several
 
 
-def _of_layer(shape: Shape, save: str, size: Callable[[LayerProgram], Bytes]) -> PerCandidate:
-    """Return what a layer's program says of each candidate."""
+def _of_layer(shape: Shape, save: str, size: Callable[[LayerProgram], Bytes], kind: str | None = None) -> PerCandidate:
+    """Return what the program of a layer of a kind says of each candidate; None: all layers are alike."""
     names = tuple(shape.mesh)
-    *how, batch = _columns(*shape.mesh.values(), shape.sequence_parallel, shape.micro_batch)
+    *how, batch = columns(*shape.mesh.values(), shape.sequence_parallel, shape.micro_batch)
     found = np.zeros(batch.shape)
     for one in set(zip(*(x.ravel().tolist() for x in how))):
-        here = size(layer_program(shape.model, layer_sizes(dict(zip(names, one))), one[-1] == 1, save))
+        here = size(layer_program(shape.model, layer_sizes(dict(zip(names, one))), one[-1] == 1, save, kind))
         same = functools.reduce(np.logical_and, [x == value for x, value in zip(how, one)])
         found = np.where(same, here.of(batch), found)
     return found
 
 
-def kept(shape: Shape) -> dict[str, PerCandidate]:
-    """Return the bytes that the forward of one layer leaves for its backward, by save mode; "inputs" keeps nothing."""
-    return {save: _of_layer(shape, save, lambda one: one.kept) for save in ("dots", "layer_inputs", "residuals")}
+def kept(shape: Shape, kind: str | None = None) -> dict[str, PerCandidate]:
+    """Return the bytes that the forward of one layer leaves for its backward, by save mode; "inputs" keeps nothing.
+
+    Args:
+        shape: candidates.
+        kind: the layer's kind; None: all layers are alike.
+    """
+    return {save: _of_layer(shape, save, lambda one: one.kept, kind) for save in ("dots", "layer_inputs", "residuals")}
 
 
-def left(shape: Shape) -> dict[str, PerCandidate]:
+def left(shape: Shape, kind: str | None = None) -> dict[str, PerCandidate]:
     """Return the bytes that B of one layer adds to `kept` for W, by save mode, if the backward is split.
 
     B leaves the gradients of what the layer's matrices make. paxtrain.pipeline.split_backward puts some of them in the
     place of what F keeps and W does not read; the others add to the ring.
     """
-    return {save: _of_layer(shape, save, lambda one: one.left) for save in SPLIT_SAVES}
+    return {save: _of_layer(shape, save, lambda one: one.left, kind) for save in SPLIT_SAVES}
 
 
 def _scores(program: LayerProgram) -> Bytes:
@@ -251,22 +160,11 @@ def _masks(program: LayerProgram) -> Bytes:
     return Bytes(0, int(bool(program.forward.fused)))
 
 
-def _meets(shape: Shape) -> PerCandidate:
-    """Return whether one stage holds the first and the last virtual stage, and with them all tables."""
-    folds = each(shape.schedule, lambda spec, v: spec.folds(v), shape.virtual_stages)
-    return (np.asarray(shape.pipe) == 1) | folds
-
-
-def _matrices(shape: Shape) -> list[tuple[PerCandidate, ...]]:
-    """Return the dims of a layer's kernels on a device, without those that only some kinds of layers have."""
-    return [p.shape(shape.model, shape.mesh) for p in table(shape.model) if p.role == "kernel" and not p.kinds]
-
-
 def _count(shape: Shape, p: Parameter) -> PerCandidate:
-    """Return the number of arrays of a row of the architecture's table that a device holds, in the mean of stages."""
+    """Return the number of arrays of a row of the architecture's table that a device holds."""
     if p.lead == "layers":
-        return shape.slots * shape.virtual_stages * len(stack(shape.model, p)) / shape.model.layers
-    return np.where(_meets(shape), shape.model.tables, 1) if p.own[0] == "vocab" else 1
+        return shape.having(p) * shape.virtual_stages
+    return np.where(meets(shape), shape.model.tables, 1) if p.own[0] == "vocab" else 1
 
 
 def parameters(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]:
@@ -283,102 +181,6 @@ def parameters(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]:
         sharded = sharded + size / np.where(splits & (np.asarray(shape.zero1) == 1), ranks, 1)
         cast = cast + size * p.cast
     return whole, sharded, cast
-
-
-def _codec_state(shape: Shape) -> PerCandidate:
-    """Return the bytes of one device's codec states, see compress.lowrank.LowRankState and powersgd.PowerState."""
-    model, c, chunks = shape.model, shape.compute, shape.virtual_stages
-    n, k = shape.tokens // shape.parts, model.hidden
-    total: PerCandidate = _outer_states(shape) if shape.coded.outer is not None and shape.fragment_layers else 0
-    if shape.coded.embedding is not None:
-        total = total + _table_states(shape)
-    for place in ("backward", "forward"):
-        rank = np.asarray(getattr(shape, f"{place}_rank"))
-        if getattr(shape.coded, place) is not None:
-            total = total + chunks * _link_states(shape, place)
-            continue
-        held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
-        total = total + np.where(rank > 0, chunks * c * held, 0)
-    rank = np.asarray(shape.data_rank)
-    if shape.coded.data is not None:
-        return total + shape.slots * chunks * _reducer_states(shape)
-    for dims in _matrices(shape):
-        whole = np.asarray(dims[0]), np.asarray(functools.reduce(np.multiply, dims[1:]))
-        rows, columns = shape.coded.part(whole, np.asarray(shape.data), np.asarray(shape.zero1) == 1)
-        # As compress.powersgd.largest_rank has it.
-        smaller = rows * columns / (rows + columns) / max(shape.min_ratio, 1e-9)
-        # A kernel has a state if it shrinks enough at the lowest rank.
-        lowest = np.where(np.asarray(shape.data_rank_min) > 0, shape.data_rank_min, rank)
-        useful = (rank > 0) & (lowest <= np.minimum(np.minimum(rows, columns), smaller))
-        total = total + useful * shape.slots * chunks * _ACCUMULATOR * (rows * columns + columns * rank)
-    return total
-
-
-def _table_states(shape: Shape) -> PerCandidate:
-    """Return the bytes of a device's states of the embedding's codec; all stages hold them, as they hold the table."""
-    model, coded = shape.model, shape.coded
-
-    def one(rows: int, data: int, meets: bool, zero1: int) -> float:
-        swaps = model.tied_head and not meets
-        if data == 1 and not swaps:
-            return 0.0
-        positions = ("embedding", "position") in by_names(model) and data > 1
-        found = coded.table_state((int(rows), model.hidden), int(data), bool(zero1), swaps)
-        whole = (model.sequence, model.hidden), int(data), bool(zero1)
-        takes = positions and coded.table_takes(*whole, shape.min_ratio)
-        return found + (coded.table_state(*whole, False) if takes else 0)
-
-    meets = _meets(shape)
-    rows = np.where(meets, model.tables, 1) * (model.padded_vocab // parts("vocab", shape.mesh))
-    return np.vectorize(one, otypes=[float])(*_columns(rows, shape.data, meets, shape.zero1))
-
-
-def _outer_states(shape: Shape) -> PerCandidate:
-    """Return the bytes of a device's states of the reducer between groups."""
-
-    def one(n: int, k: int, data: int, zero1: int, groups: int) -> float:
-        own = part((int(n), int(k)), int(data), bool(zero1))
-        taken = shape.coded.outer_takes(own, int(groups), shape.min_ratio)
-        return shape.coded.outer_bytes(own, int(groups)) if taken else 0.0
-
-    total: PerCandidate = 0
-    for dims in _matrices(shape):
-        rows, columns = _columns(dims[0], functools.reduce(np.multiply, dims[1:]))
-        sizes = _columns(rows, columns, shape.data, shape.zero1, shape.groups)
-        total = total + np.vectorize(one, otypes=[float])(*sizes)
-    return total * sum(shape.fragment_layers)
-
-
-def _columns(*columns: PerCandidate) -> tuple[np.ndarray, ...]:
-    """Return columns of whole numbers, broadcast against each other."""
-    return np.broadcast_arrays(*(np.asarray(x, int) for x in columns))
-
-
-def _link_states(shape: Shape, place: str) -> PerCandidate:
-    """Return the bytes of the state of a link whose codec is not low rank; 0 if it compresses nothing."""
-    sequence, hidden, dtype = shape.model.sequence, shape.model.hidden, shape.model.dtype
-
-    def one(batch: int, parts: int, rank: int) -> float:
-        # A codec may refuse the messages of candidates that do not compress them.
-        return shape.coded.state_bytes((int(batch), sequence // int(parts), hidden), dtype, place) if rank else 0.0
-
-    columns = _columns(shape.micro_batch, shape.parts * shape.shared, getattr(shape, f"{place}_rank"))
-    return np.vectorize(one, otypes=[float])(*columns)
-
-
-def _reducer_states(shape: Shape) -> PerCandidate:
-    """Return the bytes of the states of a layer's matrices, whose reducer is not PowerSGD; 0 without compression."""
-
-    def one(n: int, k: int, data: int, zero1: int, rank: int) -> float:
-        matrix = (int(n), int(k)), int(data), bool(zero1)
-        takes = rank and shape.coded.takes(*matrix, shape.min_ratio)
-        return shape.coded.reducer_bytes(*matrix) if takes else 0.0
-
-    total: PerCandidate = 0
-    for dims in _matrices(shape):
-        sizes = _columns(dims[0], functools.reduce(np.multiply, dims[1:]), shape.data, shape.zero1, shape.data_rank)
-        total = total + np.vectorize(one, otypes=[float])(*sizes)
-    return total
 
 
 def ring_slots(shape: Shape) -> PerCandidate:
@@ -404,18 +206,18 @@ def _head(shape: Shape) -> PerCandidate:
     """
     rows, several = shape.model.padded_vocab / parts("vocab", shape.mesh), np.asarray(shape.pipe) > 1
     logits, table = shape.tokens * rows, rows * shape.model.hidden
-    return (_ACCUMULATOR + shape.compute) * logits + several * shape.compute * table
+    return (ACCUMULATOR + shape.compute) * logits + several * shape.compute * table
 
 
-def _fused(shape: Shape) -> PerCandidate:
-    """Return the bytes that XLA keeps of a layer between its F and its B if no ring asks for more.
+def _fused(shape: Shape, kind: str | None = None) -> PerCandidate:
+    """Return the bytes that XLA keeps of a layer between its F and its B if no ring asks for more; see `kept`.
 
     XLA sees all unrolled layers at once. It keeps what save="dots" would, the two norms' float32 inputs and, with
     sequence parallelism, what is gathered of them. A loop over layers keeps all it is told to.
     """
-    layer, whole = kept(shape), shape.tokens * shape.model.hidden
+    layer, whole = kept(shape, kind), shape.tokens * shape.model.hidden
     gathered = 2 * shape.compute * whole * (np.asarray(shape.sequence_parallel) == 1)
-    unrolled = np.minimum(layer["dots"] + 2 * _ACCUMULATOR * whole / shape.parts + gathered, layer["residuals"])
+    unrolled = np.minimum(layer["dots"] + 2 * ACCUMULATOR * whole / shape.parts + gathered, layer["residuals"])
     return np.where(np.asarray(shape.scan) == 1, layer["residuals"], unrolled)
 
 
@@ -428,20 +230,30 @@ def _backward(shape: Shape) -> PerCandidate:
     model, c, t = shape.model, shape.compute, shape.tokens
     gathered = 4 * c * (np.asarray(shape.sequence_parallel) == 1)
     layer = t * model.hidden * (24 / shape.parts + 5.5 * c + gathered + 7 * c / parts("ffn", shape.mesh))
-    layer = layer + _of_layer(shape, "residuals", _scores) * (4 + c)
+    layer = layer + _largest(shape, lambda kind: _of_layer(shape, "residuals", _scores, kind)) * (4 + c)
     if model.separator >= 0:  # the mask; its gradient, which nothing uses, finds room elsewhere
-        layer = layer + _of_layer(shape, "residuals", _masks) * c * (model.sequence // shape.shared) ** 2
-    again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
+        masks = _largest(shape, lambda kind: _of_layer(shape, "residuals", _masks, kind))
+        layer = layer + masks * c * (model.sequence // shape.shared) ** 2
+    again = (shape.save == SAVE_MODES.index("inputs")) * _of_slots(shape, lambda kind: _fused(shape, kind))
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)
-    return again + layer + waits * c * _kernels(shape) * shape.slots
+    return again + layer + waits * c * _of_slots(shape, lambda kind: _kernels(shape, kind))
 
 
-def _kernels(shape: Shape) -> PerCandidate:
-    """Return the numbers in the kernels of a layer on a device, in the mean of the layers."""
-    rows = [p for p in table(shape.model) if p.role == "kernel"]
-    sizes = (functools.reduce(np.multiply, p.shape(shape.model, shape.mesh)) * len(stack(shape.model, p)) for p in rows)
-    return sum(sizes) / shape.model.layers
+def _of_slots(shape: Shape, of_layer: Callable[[str | None], PerCandidate]) -> PerCandidate:
+    """Return the sum over a virtual stage's layer slots of what a layer of a kind has."""
+    return sum(n * of_layer(kind) for kind, n in shape.slots_of.items())
+
+
+def _largest(shape: Shape, of_layer: Callable[[str | None], PerCandidate]) -> PerCandidate:
+    """Return the most that a layer of any kind has."""
+    return functools.reduce(np.maximum, map(of_layer, shape.slots_of))
+
+
+def _kernels(shape: Shape, kind: str | None) -> PerCandidate:
+    """Return the numbers in the kernels of a layer of a kind on a device."""
+    rows = [p for p in table(shape.model) if p.role == "kernel" and (kind is None or p.of(kind))]
+    return sum(functools.reduce(np.multiply, p.shape(shape.model, shape.mesh)) for p in rows)
 
 
 def analytic(shape: Shape) -> Memory:
@@ -453,26 +265,32 @@ def analytic(shape: Shape) -> Memory:
     in_group = parameters(dataclasses.replace(shape, data=shape.data // shape.copies_of_shards))[1]
     # Two layers' weights are whole at a time, the next one's beside a layer's own, and one layer's gradients.
     gathers, scatters = (np.asarray(shape.shard) >= SHARDS.index(name) for name in ("weights", "gradients"))
-    cast_held = np.where(gathers, cast * in_group / whole + 2 * _kernels(shape), cast)
-    sums = np.where(scatters, in_group + _kernels(shape), whole)
+    largest = _largest(shape, lambda kind: _kernels(shape, kind))
+    cast_held = np.where(gathers, cast * in_group / whole + 2 * largest, cast)
+    sums = np.where(scatters, in_group + largest, whole)
     # One micro-batch on one stage is the whole sum: XLA leaves the accumulators out.
     adds = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) > 1)
-    layer = kept(shape)
-    splits = each(shape.schedule, lambda spec: spec.splits) & (np.asarray(shape.pipe) > 1)
-    if np.any(splits):
-        layer |= {mode: layer[mode] + splits * more for mode, more in left(shape).items()}
-    layer["residuals"] = np.where(np.asarray(shape.pipe) == 1, _fused(shape), layer["residuals"])  # no ring
-    modes = [shape.save == SAVE_MODES.index(name) for name in layer]
-    of_stage = np.select(modes, [shape.slots * x for x in layer.values()], _message(shape))
+    inputs = shape.save == SAVE_MODES.index("inputs")
+    of_stage = np.where(inputs, _message(shape), _of_slots(shape, lambda kind: _left_by_forward(shape, kind)))
     return Memory(
-        weights=_ACCUMULATOR * (sharded + whole - cast) + shape.compute * cast_held,
-        optimizer=(2 + shape.copies) * _ACCUMULATOR * sharded,
-        gradients=_ACCUMULATOR * sums * adds,
+        weights=ACCUMULATOR * (sharded + whole - cast) + shape.compute * cast_held,
+        optimizer=(2 + shape.copies) * ACCUMULATOR * sharded,
+        gradients=ACCUMULATOR * sums * adds,
         activations=ring_slots(shape) * of_stage,
-        messages=_messages(shape) + 2 * _ACCUMULATOR * _in_flight(shape),  # a difference, and the mean of all
+        messages=_messages(shape) + 2 * ACCUMULATOR * _in_flight(shape),  # a difference, and the mean of all
         workspace=np.maximum(_head(shape), _backward(shape)),
-        compression=_codec_state(shape),
+        compression=codec_states(shape),
     )
+
+
+def _left_by_forward(shape: Shape, kind: str | None) -> PerCandidate:
+    """Return the bytes of a slot of the ring of residuals for a layer of a kind; 0 if nothing is kept of layers."""
+    layer, several = kept(shape, kind), np.asarray(shape.pipe) > 1
+    splits = each(shape.schedule, lambda spec: spec.splits) & several
+    if np.any(splits):
+        layer |= {mode: layer[mode] + splits * more for mode, more in left(shape, kind).items()}
+    layer["residuals"] = np.where(several, layer["residuals"], _fused(shape, kind))  # no ring
+    return np.select([shape.save == SAVE_MODES.index(name) for name in layer], list(layer.values()), 0.0)
 
 
 def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
@@ -483,7 +301,7 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
     shape = of(config, capability)
     stages, v, m = config.mesh.pipe, config.pipeline.virtual_stages, config.micro_batches
     allocated, s = analytic(shape), np.arange(config.mesh.pipe)
-    of_layers = np.add.reduce(config.stage_map.by_stage(config.stage_layers)) / (shape.slots * v)
+    of_layers = np.add.reduce(config.stage_map.by_stage(config.stage_layers)) / (sum(shape.slots_of.values()) * v)
     tables = shape.model.tables if len(config.stage_map.ends) == 1 else 1
     embedding = count(shape.model, "embedding", mesh=config.mesh.layer_sizes, tables=tables)
     held = float(embedding / parameters(shape)[0])  # the embedding's share of the slots' parameters

@@ -10,7 +10,7 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (i < layers % stages) for i in range(stages))
 
 
-def split(layers: int, per_layer: np.ndarray, extra: np.ndarray) -> tuple[int, ...]:
+def split(layers: int, per_layer: np.ndarray, extra: np.ndarray, relative: np.ndarray | None = None) -> tuple[int, ...]:
     """Return the split into stages of one layer or more that minimizes the slowest stage's seconds, exactly.
 
     Of equally quick splits it is the one with the fewest layers on the fullest stage, whose memory all stages need, and
@@ -20,7 +20,11 @@ def split(layers: int, per_layer: np.ndarray, extra: np.ndarray) -> tuple[int, .
         layers: layers of the model.
         per_layer: [virtual stages] seconds of one layer on each.
         extra: [virtual stages] seconds of what else a stage runs: embedding, head.
+        relative: [layers] seconds of each layer over those of the mean one; None: all are alike. Of equally quick
+            splits it is one near the even one, if they are not.
     """
+    if relative is not None:
+        return _of_kinds(tuple(per_layer.tolist()), tuple(extra.tolist()), tuple(relative.tolist()))
     return _split(layers, tuple(per_layer.tolist()), tuple(extra.tolist()))
 
 
@@ -50,3 +54,22 @@ def _split(layers: int, per_layer: tuple[float, ...], extra: tuple[float, ...]) 
     result = np.minimum(fits, level)
     result[np.flatnonzero(fits > level)[: layers - result.sum()]] += 1
     return tuple(result.tolist())
+
+
+@functools.lru_cache(maxsize=65536)
+def _of_kinds(per_layer: tuple[float, ...], extra: tuple[float, ...], relative: tuple[float, ...]) -> tuple[int, ...]:
+    layers, sums = len(relative), np.cumsum((0.0, *relative))
+    own = np.where(np.tri(layers + 1, k=-1, dtype=bool).T, sums - sums[:, None], np.inf)  # of layers [from, to)
+    seconds = [unit * own + fixed for unit, fixed in zip(per_layer, extra)]
+    least = np.where(np.arange(layers + 1) == 0, 0.0, np.inf)  # of the slowest stage so far, by where it ends
+    for of_stage in seconds:
+        least = np.maximum(least[:, None], of_stage).min(axis=0)
+    fits = [x <= least[-1] * (1 + 1e-12) for x in seconds]
+    ends = [np.arange(layers + 1) == layers]  # where a stage may end so that those behind it fit
+    for of_stage in reversed(fits[1:]):
+        ends.insert(0, (of_stage & ends[0]).any(axis=1))
+    cuts = [0]
+    for n, (of_stage, end) in enumerate(zip(fits, ends), 1):
+        some = np.flatnonzero(of_stage[cuts[-1]] & end)
+        cuts.append(int(some[np.argmin(np.abs(some - n * layers / len(fits)))]))
+    return tuple(np.diff(cuts).tolist())

@@ -3,7 +3,6 @@
 Reading one takes a tenth of a second, and jax.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,15 +13,17 @@ from paxtrain.config import ModelConfig
 from paxtrain.config.axes import TENSOR, AxisSizes, sequence_parts
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
-from planner.program.layer_program import Bytes, LayerCollective, LayerProgram, MatrixProduct, Work, mean
+from planner.program.layer_program import Bytes, LayerCollective, LayerProgram, MatrixProduct, Work
 
 _OUTSIDE = ("padded_vocab", "vocab")  # sizes of a model that its layers do not have
 _SOURCES = ("compress/collectives.py", "paxtrain/attention", "paxtrain/model", "paxtrain/pipeline")
 
 
 @functools.lru_cache(maxsize=4096)
-def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str) -> LayerProgram:
-    """Return the program of a model's layers: the mean one, if they are of several kinds.
+def layer_program(
+    model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, save: str, kind: str | None = None
+) -> LayerProgram:
+    """Return the program of a layer of a model.
 
     Args:
         model: model whose attention is settled, see parameters.with_attention.
@@ -30,6 +31,7 @@ def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, 
         sequence_parallel: MeshConfig.sequence_parallel.
         save: PipelineConfig.save, except "inputs", which keeps nothing of a layer; its F and B are those of
             "residuals", and F runs twice.
+        kind: the layer's kind; None: all layers are alike.
 
     Raises:
         UserError: an axis does not divide the model.
@@ -40,11 +42,11 @@ def layer_program(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, 
         sizes = model.split_by(axis) | own
         if wrong := [f"model.{name}={size}" for name, size in sizes.items() if size % n and name not in _OUTSIDE]:
             raise UserError(f"a {axis} axis of {n} devices cannot split {' and '.join(wrong)}; a divisor could")
-    if not model.module:  # all layers are alike
-        return _programs(dataclasses.replace(model, layers=1), mesh, sequence_parallel, "")[save]
-    numbers = collections.Counter(parameters.kinds(model))
-    programs = [_programs(model, mesh, sequence_parallel, kind)[save] for kind in numbers]
-    return mean(programs, [*numbers.values()]) if len(programs) > 1 else programs[0]
+    if not model.module:  # which has as many layers as one likes
+        model = dataclasses.replace(model, layers=1)
+    if kind is None:
+        [kind] = set(parameters.kinds(model))
+    return _programs(model, mesh, sequence_parallel, kind)[save]
 
 
 @functools.lru_cache(maxsize=1024)

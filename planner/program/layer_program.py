@@ -1,6 +1,5 @@
 """The work of one layer on one device, read from its traced program, for any micro-batch."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -111,30 +110,3 @@ class LayerProgram(NamedTuple):
     kept: Bytes
     left: Bytes
     moved: Bytes
-
-
-def mean(programs: Sequence[LayerProgram], numbers: Sequence[int]) -> LayerProgram:
-    """Return the program of the mean layer of a model whose layers are of several kinds.
-
-    Args:
-        programs: program of each kind.
-        numbers: number of layers of each kind.
-    """
-    shares = [number / sum(numbers) for number in numbers]
-    forward, backward, weights = (_mean_work(some, shares) for some in zip(*(program[:3] for program in programs)))
-    kept, left, moved = (_mean_bytes(some, shares) for some in zip(*(program[3:] for program in programs)))
-    return LayerProgram(forward, backward, weights, kept, left, moved)
-
-
-def _mean_work(works: Sequence[Work], shares: Sequence[float]) -> Work:
-    products, attention, fused, collectives = (
-        tuple(one._replace(times=one.times * share) for some, share in zip(parts, shares) for one in some)
-        for parts in zip(*(work[:4] for work in works))
-    )
-    unknown = dict.fromkeys(name for work in works for name in work.unknown)
-    moved = _mean_bytes([work.moved for work in works], shares)
-    return Work(products, attention, fused, collectives, moved, tuple(unknown))
-
-
-def _mean_bytes(sizes: Sequence[Bytes], shares: Sequence[float]) -> Bytes:
-    return Bytes(*(sum(x * share for x, share in zip(some, shares)) for some in zip(*sizes)))

@@ -1,20 +1,24 @@
 """The memory budget: the candidates that fit, by the estimate that the search filters by."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from paxtrain.config import ModelConfig, OuterConfig, scans
 from paxtrain.config.axes import more_axes
+from paxtrain.model import parameters
 from paxtrain.model.fragments import fragment_layers
-from paxtrain.model.parameters import with_attention
+from paxtrain.model.parameters import differ, with_attention
 from paxtrain.schedule.schedules import name_of, spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
 from planner.memory.margin import margin, origin
+from planner.memory.shape import Shape
 from planner.pipeline import layers
+from planner.program.kinds import rooms
 from planner.search.space import Space
 
 Array = np.ndarray
@@ -46,16 +50,19 @@ class Budget:
         """Return the bytes that a plan may use on the cluster's smallest device: all stages run one program."""
         return float(cluster.memory.min()) * self.usable
 
-    def shape(self, cluster: Cluster, model: ModelConfig, space: Space) -> closed_form.Shape:
+    def shape(
+        self, cluster: Cluster, model: ModelConfig, space: Space, splits: Sequence[tuple[int, ...]] = ()
+    ) -> Shape:
         """Return candidates as the memory estimates take them.
 
         Args:
             cluster: cluster whose GPUs settle the attention.
             model: model to train.
             space: candidates.
+            splits: layers of each virtual stage of each candidate; (): even ones.
         """
         common = model.layers // (space.pipe * space.chunks)
-        return closed_form.Shape(
+        return Shape(
             model=with_attention(model, capability(cluster)),
             data=space.together,
             pipe=space.pipe,
@@ -83,6 +90,7 @@ class Budget:
             fragment_layers=self.fragments(model, space) if self.outer.every else (),
             overlaps=self.outer.overlap > 0,
             min_ratio=self.min_ratio,
+            rooms=_rooms(model, space, splits) if differ(model) else {},
         )
 
     def fragments(self, model: ModelConfig, space: Space) -> tuple[Array, ...]:
@@ -103,15 +111,18 @@ class Budget:
         of_fragments = np.array(most, int).reshape(-1, self.outer.fragments)[where.ravel()]
         return tuple(of_fragments.T + more)
 
-    def bytes(self, cluster: Cluster, model: ModelConfig, space: Space) -> Array:
+    def bytes(
+        self, cluster: Cluster, model: ModelConfig, space: Space, splits: Sequence[tuple[int, ...]] = ()
+    ) -> Array:
         """Return the bytes per device [N] that candidates are estimated to need, including the safety margin.
 
         Args:
             cluster: cluster to run on.
             model: model to train.
             space: candidates.
+            splits: layers of each virtual stage of each candidate; (): even ones.
         """
-        total = closed_form.analytic(self.shape(cluster, model, space)).total
+        total = closed_form.analytic(self.shape(cluster, model, space, splits)).total
         total = np.broadcast_to(total, (len(space),)).astype(float)
         return total * np.exp(margin(model, space.pipe)) if self.has_margin(cluster) else total
 
@@ -122,6 +133,17 @@ class Budget:
     def source(self, cluster: Cluster, model: ModelConfig) -> str:
         """Return the name of the estimate that the figures are."""
         return origin(model) if self.has_margin(cluster) else "closed form"
+
+
+def _rooms(model: ModelConfig, space: Space, splits: Sequence[tuple[int, ...]]) -> dict[str, Array]:
+    """Return the layer slots [N] of a virtual stage of candidates by the kind of their layers; see `Budget.shape`."""
+    if splits:
+        found = [rooms(model, counts) for counts in splits]
+    else:
+        stages, where = np.unique(space.pipe * space.chunks, return_inverse=True)
+        even = [rooms(model, layers.even(model.layers, n)) for n in stages.tolist()]
+        found = [even[i] for i in where.tolist()]
+    return {kind: np.array([one[kind] for one in found], int) for kind in dict.fromkeys(parameters.kinds(model))}
 
 
 def capability(cluster: Cluster) -> tuple[int, int]:

@@ -12,16 +12,22 @@ The parts, each below what planner.cost.step_time says of any placement and any 
                 one and a ring's ranks find room in it; at least one tensor group's flows share the NIC.
     reduction   compressed if that is quicker; on GPUs under the last op, except for one layer's.
     groups      that train apart each count as if they were alone, and exchange nothing.
+    layers      of several kinds count as the mean one where all of them are counted, and as the quickest kind, or as
+                none, where it depends on the split which they are.
     devices     as quick as the quickest kind. If there are several kinds, D data ranks on n groups of the quickest ones
                 leave at most n/D stages that lie on these alone; the layers are then split exactly.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SHARDS, ModelConfig
+from paxtrain.model.parameters import count as parameters_of
+from paxtrain.model.parameters import differ, of_mean_layer
+from paxtrain.model.parameters import kinds as layer_kinds
 from paxtrain.schedule.schedules import ScheduleSpec, each
 from planner.cluster.cluster import Cluster, between
 from planner.cost import compute as costs
@@ -41,11 +47,18 @@ def item(model: ModelConfig) -> int:
 def parameters(model: ModelConfig, space: Space) -> Array:
     """Return the parameters [N] of a stage's layer slots on one device, if layers are spread evenly."""
     sizes, where = space.layer_sizes
-    return np.array([costs.layer_parameters(model, one) for one in sizes])[where] * space.slots * space.chunks
+    return np.array([of_mean_layer(model, one) for one in sizes])[where] * _slots(model, space) * space.chunks
 
 
-def compute(cluster: Cluster, model: ModelConfig, space: Space, kinds: Sequence[str] = ()) -> dict[str, Array]:
-    """Return the columns of the layer costs on the quickest kind of device.
+def _slots(model: ModelConfig, space: Space) -> Array:
+    """Return the layer slots [N] of a virtual stage; of layers of several kinds as many as mean ones there must be."""
+    return model.layers / (space.pipe * space.chunks) if differ(model) else space.slots
+
+
+def compute(cluster: Cluster, model: ModelConfig, space: Space, kinds: Sequence[str] = ()) -> dict[Any, Array]:
+    """Return the columns of the mean layer's costs on the quickest kind of device.
+
+    Under (name, "least") and (name, "most") are the factors by which kinds of layers may differ from the mean.
 
     Args:
         cluster: kinds of devices.
@@ -57,13 +70,17 @@ def compute(cluster: Cluster, model: ModelConfig, space: Space, kinds: Sequence[
     keys = np.stack([which, space.micro_batch, space.save, space.sequence_parallel])
     different, where = np.unique(keys, axis=1, return_inverse=True)
     kinds = kinds or sorted(set(cluster.kinds))
-    rows = []
+    rows, several = [], differ(model)
     for one, micro_batch, save, sequence in different.T.tolist():
         how = (sizes[one], micro_batch, SAVE_MODES[save], bool(sequence))
         found = [costs.layer(cluster, kind, model, *how) for kind in kinds]
         rows.append([min(getattr(x, name) for x in found) for name in (*costs.TIMES, *costs.PARTS)])
+        own = [costs.of_layers(cluster, kind, model, *how) for kind in kinds] if several else []
+        rows[-1] += [min((x[name].min() for x in own), default=1.0) for name in costs.OF_LAYERS]
+        rows[-1] += [max((x[name].max() for x in own), default=1.0) for name in costs.OF_LAYERS]
     table = np.array(rows)[where.ravel()]
-    return dict(zip((*costs.TIMES, *costs.PARTS), table.T))
+    extremes = [(name, end) for end in ("least", "most") for name in costs.OF_LAYERS]
+    return dict(zip((*costs.TIMES, *costs.PARTS, *extremes), table.T))
 
 
 def _fastest(cluster: Cluster, space: Space, ranks: Array) -> tuple[Array, Array, Array, Array]:
@@ -175,7 +192,7 @@ class _Facts:
         coded: codecs other than low rank.
     """
 
-    costs: dict[str, Array]
+    costs: dict[Any, Array]
     hop_latency: Array
     hop_byte: Array
     ring_latency: Array
@@ -216,7 +233,11 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
     several = p > 1
     splits = each(space.schedule, lambda spec: spec.splits) & several
     layer = c["forward"] + np.where(splits, c["backward_input"] + c["backward_weights"], c["backward"])
-    fullest = m * -(-model.layers // p) * layer
+    several_kinds = differ(model)
+    most = model.layers / p if several_kinds else -(-model.layers // p)
+    fullest = m * most * layer
+    least_b = np.where(splits, np.minimum(*(c[name, "least"] for name in costs.PARTS)), c["backward", "least"])
+    quickest = c["forward"] * c["forward", "least"] + (layer - c["forward"]) * least_b
 
     tokens = space.micro_batch * model.sequence // space.parts
     message = facts.hop_latency + tokens * model.hidden * item(model) * facts.hop_byte
@@ -238,14 +259,14 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
     # Stage s idles until a micro-batch comes through a layer or more of each stage before it, and likewise at the end.
     groups = each(space.schedule, lambda spec: spec.interleaves and not spec.splits) & several
     ends = np.maximum(
-        first + (p - 1) / 2 * (layer + activation + gradient), one + (p * space.chunks - 1) * (activation + gradient)
+        first + (p - 1) / 2 * (quickest + activation + gradient), one + (p * space.chunks - 1) * (activation + gradient)
     )
     first = np.maximum(first, np.where(groups, ends, 0.0))
     pipeline = np.maximum(first, fullest)
     # Folded, the first stage has the head, too, and may be done before others.
-    own = m * (space.chunks * layer + c["embedding"] + c["head"])
+    own = m * (space.chunks * quickest + c["embedding"] + c["head"])
     pipeline, first = np.maximum(pipeline, own * _folds(space)), np.where(_folds(space), own, first)
-    masked = np.flatnonzero(_computes_on_scrap(space, overlap))
+    masked = np.flatnonzero(_computes_on_scrap(space, overlap) & (not several_kinds))
     if len(masked):
         f, b, rows = c["forward"][masked], c["backward"][masked], (m + p - 1)[masked]
         factor, on_first, on_last = _masked(p[masked], m[masked], f / (f + b))
@@ -261,8 +282,9 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
     if len(some):
         # The share of F is that of a stage with one layer and the embedding, half of which is F. No stage has a larger
         # one except the last, for which it does not matter.
-        share = (c["forward"] + c["embedding"] / 2) / (layer + c["embedding"])
-        share = np.maximum(share, c["forward"] / layer)
+        f = c["forward"] * c["forward", "most"]
+        whole = f + (layer - c["forward"]) * least_b
+        share = np.maximum((f + c["embedding"] / 2) / (whole + c["embedding"]), f / whole)
         codes, path = space.schedule[some], ((p - 1) * (activation + gradient))[some]
 
         def forwarded(s: int) -> Array:
@@ -298,7 +320,7 @@ def _all_to_all(cluster: Cluster, space: Space, ranks: Array, ring_byte: Array) 
 
 def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, Array]:
     """Return the least seconds [N] of the layers' reduction and gather over data, and of the embedding's gradient."""
-    d, held, table = space.together, facts.held, facts.table
+    d, held, table, slots_each = space.together, facts.held, facts.table, _slots(model, space)
     share = (d - 1) / d * facts.ring_byte
     latency = (d - 1) * facts.ring_latency
     size = np.array([costs.ITEM[dtype] for dtype in REDUCE_DTYPES])[space.reduce_dtype]
@@ -317,7 +339,7 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     widest = model.layers - space.pipe * space.chunks + 1
     sizes, where = space.layer_sizes
     kernels = [costs.kernels(model, one) for one in sizes]
-    beside = [costs.layer_parameters(model, one) - sum(n * k for n, k in some) for one, some in zip(sizes, kernels)]
+    beside = [of_mean_layer(model, one) - sum(n * k for n, k in some) for one, some in zip(sizes, kernels)]
     rest = np.array(beside)[where]
     sides = np.array([sum(n + k for n, k in some) for some in kernels])[where]
     factors = space.chunks * (rest * size + space.data_rank * sides * MASTER)  # of a slot of each chunk
@@ -329,12 +351,14 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     last = np.where(splits, facts.costs["backward_weights"], facts.costs["backward"])
 
     def dense(slots: Array) -> Array:
-        return reduced(held / space.slots * slots)
+        return reduced(held / slots_each * slots)
 
     def small(slots: Array) -> Array:
         return known * (4 * latency + 2 * factors * slots * share)
 
     def exposed(seconds: Callable[[Array], Array]) -> Array:
+        if differ(model):
+            return seconds(slots_each) / (model.layers * space.chunks)
         behind = [
             seconds(slots) - cluster.overlaps * (slots - (space.chunks == 1)) * last for slots in (space.slots, widest)
         ]
@@ -346,7 +370,10 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
         gather = np.zeros_like(gather)
     # Sums in shards are reduced with each micro-batch, see data_axis.shards; of a pipeline's nothing is known here.
     once, whole = space.shard < SHARDS.index("gradients"), space.shard < SHARDS.index("weights")
-    one = held / space.slots
+    one = held / slots_each
+    if differ(model):
+        some = [min(parameters_of(model, mesh=mesh, kind=kind) for kind in set(layer_kinds(model))) for mesh in sizes]
+        one = np.array(some)[where]
     ranks = space.sharing
     _, _, first, each_byte = _fastest(cluster, space, ranks)
     taken = ~whole * (ranks - 1) * (first + one * item(model) / ranks * each_byte)
@@ -358,7 +385,7 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     # Groups that share them add theirs to each other's once a step, and get their part of the weights anew.
     copies = d // ranks
     _, _, first, each_byte = _fastest(cluster, space, copies)
-    even = held * model.layers / (space.slots * space.chunks * space.pipe)
+    even = held * model.layers / (slots_each * space.chunks * space.pipe)
 
     def between(parameters: Array) -> Array:
         return np.where((copies > 1) & ~once, scattered(parameters / ranks, copies, first, each_byte), 0.0)
@@ -380,7 +407,7 @@ def _kinds(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     take on the slowest kind under the stage. So T is the least time within which all layers find room.
     """
     kinds = sorted(set(cluster.kinds))
-    if len(kinds) == 1:
+    if len(kinds) == 1 or differ(model):
         return np.zeros(len(space))
     masked = _computes_on_scrap(space, cluster.overlaps)
     splits = each(space.schedule, lambda spec: spec.splits) & (space.pipe > 1)

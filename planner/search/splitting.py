@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 
 from paxtrain.config import ModelConfig
+from paxtrain.model.parameters import differ
 from paxtrain.schedule.schedules import spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost.step_time import Problem
@@ -31,27 +32,30 @@ class Splits:
         self.cluster, self.model, self.budget, self.space = cluster, model, budget, space
         self.limit = budget.limit(cluster)
         self.found: dict[tuple[int, int], list[Counts]] = {}
-        self._bytes: dict[tuple[int, int, int | None], float] = {}
+        self._bytes: dict[tuple[int, Counts, int | None], float] = {}
 
     def even(self, i: int) -> Counts:
         """Return the even split of a candidate."""
         return layers.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i]))
 
-    def memory(self, some: list[int], slots: list[int], micro_batches: list[int] | None = None) -> Array:
-        """Return the bytes per device of candidates with other numbers of layer slots, [len(some)].
+    def memory(self, some: list[int], splits: list[Counts], micro_batches: list[int] | None = None) -> Array:
+        """Return the bytes per device of candidates with other splits, [len(some)].
 
         Args:
             some: places of the candidates in the space.
-            slots: layer slots of the fullest virtual stage of each.
+            splits: layers of each virtual stage of each.
             micro_batches: micro-batches of the data rank that has most; None: the candidates' own.
         """
-        asked = list(zip(some, slots, [None] * len(some) if micro_batches is None else micro_batches))
+        # Of layers that are alike only the fullest virtual stage matters.
+        sizes = splits if differ(self.model) else [(max(counts),) for counts in splits]
+        asked = list(zip(some, sizes, [None] * len(some) if micro_batches is None else micro_batches))
         if new := [key for key in dict.fromkeys(asked) if key not in self._bytes]:
             other = self.space.take(np.array([i for i, *_ in new], int))
-            other = dataclasses.replace(other, slots=np.array([count for _, count, _ in new], int))
+            other = dataclasses.replace(other, slots=np.array([max(counts) for _, counts, _ in new], int))
             if micro_batches is not None:
                 other = dataclasses.replace(other, micro_batches=np.array([count for *_, count in new], int))
-            self._bytes |= zip(new, self.budget.bytes(self.cluster, self.model, other).tolist())
+            own = [counts for _, counts, _ in new]
+            self._bytes |= zip(new, self.budget.bytes(self.cluster, self.model, other, own).tolist())
         return np.array([self._bytes[key] for key in asked])
 
     def best(self, problem: Problem, kinds: Array) -> Counts:
@@ -63,7 +67,7 @@ class Splits:
         # The head runs m times; layers run more often in stages that compute while idle.
         rows = c.micro_batches + (c.pipe - 1 if spec_of(c.schedule).masks(self.cluster.overlaps) else 0)
         extra[-1] += problem.layer[on[-1]].head * c.micro_batches / rows
-        return layers.split(self.model.layers, unit, extra)
+        return layers.split(self.model.layers, unit, extra, _relative(problem))
 
     def others(self, problem: Problem, hosts: Array) -> list[tuple[Counts, Array]]:
         """Return the splits beside the even one that are worth a try on some placements.
@@ -110,6 +114,14 @@ class Splits:
             new[a], new[b] = new[a] - 1, new[b] + 1
             found.append(tuple(new))
         return found
+
+
+def _relative(problem: Problem) -> Array | None:
+    """Return the seconds of each layer over the mean one's, on the first kind of device; None: all are alike."""
+    if not problem.of_layers:
+        return None
+    one, own = problem.layer[0], problem.of_layers[0]
+    return (one.forward * own["forward"] + one.backward * own["backward"]) / (one.forward + one.backward)
 
 
 def slowest(problem: Problem, hosts: Array) -> Array:

@@ -143,7 +143,7 @@ class Trials:
                 for n, problem in enumerate(problems)
                 for counts, on in self.splits.others(problem, used[n][0])
             ]
-            sizes = self.splits.memory([some[n] for n, *_ in other], [max(counts) for _, counts, _ in other]).tolist()
+            sizes = self.splits.memory([some[n] for n, *_ in other], [counts for _, counts, _ in other]).tolist()
             for (n, counts, on), size in zip(other, sizes):
                 if size <= self.splits.limit:
                     hosts, path = used[n]
@@ -188,7 +188,7 @@ class Trials:
                 continue
             for other, on in by_speed(problem, hosts):
                 c = other.candidate
-                [size] = self.splits.memory([i], [max(c.counts)], [c.micro_batches]).tolist()
+                [size] = self.splits.memory([i], [c.counts], [c.micro_batches]).tolist()
                 if size <= self.splits.limit:
                     found.append((other, (hosts[on], path.take(on)), size, i))
         return [f[0] for f in found], [f[1] for f in found], [f[2] for f in found], [f[3] for f in found]
@@ -244,7 +244,7 @@ class Trials:
             tried += [(split, hosts[:, order]) for split in splits]
         if not self.uneven or not tried:
             return []
-        sizes = self.splits.memory([f.index] * len(tried), [max(split) for split, _ in tried]).tolist()
+        sizes = self.splits.memory([f.index] * len(tried), [split for split, _ in tried]).tolist()
         fitting = [(split, new, size) for (split, new), size in zip(tried, sizes) if size <= self.splits.limit]
         if not fitting:
             return []
@@ -270,7 +270,7 @@ class Trials:
         """
         if not self.uneven or f.candidate.pipe == 1:
             return []
-        sizes = self.splits.memory([f.index] * len(every), [max(counts) for counts in every]).tolist()
+        sizes = self.splits.memory([f.index] * len(every), every).tolist()
         fitting = [(counts, size) for counts, size in zip(every, sizes) if size <= self.splits.limit]
         if not fitting:
             return []

@@ -20,10 +20,11 @@ from experiments.lab.measuring import compression
 from experiments.lab.models import Split
 from experiments.lab.records import Records
 from paxtrain.config import ModelConfig
+from paxtrain.model.parameters import of_mean_layer
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
-from planner.cost.sizes import MASTER
+from planner.cost.sizes import MASTER, message_bytes
 
 SCHEDULES = ("1f1b", "eager_1f1b")
 DENSE, SELECTIVE = "dense", "CB+FE+SC"
@@ -93,9 +94,9 @@ def traffic(model: ModelConfig, candidate: Candidate) -> Traffic:
         candidate: mesh and batch, without ZeRO-1.
     """
     c, d = candidate, candidate.data
-    message = costs.message_bytes(model, c.micro_batch, c.parts)
+    message = message_bytes(model, c.micro_batch, c.parts)
     table = costs.embedding_parameters(model, c.layer_sizes, c.pipe) * MASTER
-    layers = c.slots * costs.layer_parameters(model, c.layer_sizes) * MASTER
+    layers = c.slots * of_mean_layer(model, c.layer_sizes) * MASTER
     # Without fusing: a mean over data of each copy, then their sum (docs/compression.md).
     return Traffic(c.micro_batches * message, table * (3 * d - 2) / d, layers * 2 * (d - 1) / d)
 

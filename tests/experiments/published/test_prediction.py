@@ -11,6 +11,7 @@ from experiments.published import comparison, halves, prediction, runs
 from experiments.published.prediction import PublishedConstants, predicted
 from paxtrain.config.axes import UNSPLIT, layer_sizes
 from paxtrain.errors import UserError
+from paxtrain.model.parameters import of_mean_layer
 from planner.cost import compute as costs
 from planner.cost.step_time import Problem
 from tests import mains
@@ -30,7 +31,7 @@ def test_one_host_is_compute_and_optimizer():
     run = NAMED["Korthikanti 22B full"]
     one, model = layer(run, "layers"), run.model
     mesh = layer_sizes({"tensor": 8})
-    held = 48 * costs.layer_parameters(model, mesh) + costs.embedding_parameters(model, mesh, 1)
+    held = 48 * of_mean_layer(model, mesh) + costs.embedding_parameters(model, mesh, 1)
     expected = 48 * (one.forward + one.backward) + one.embedding + one.head + held * one.optimizer
     host = prediction.cluster_of(run, PublishedConstants()).host_seconds + 2 * one.chunk
     assert predicted(run) == pytest.approx(expected + host) and 0 < host < 0.01
@@ -46,7 +47,7 @@ def test_scores_in_memory_cost_time_and_are_what_selective_recomputation_runs_ag
 
 def test_sharded_weights_lie_under_the_layers_unless_the_links_are_slow():
     run = NAMED["torchtitan 8B on 128 H100"]
-    one, held = layer(run, "half_products"), 32 * costs.layer_parameters(run.model, UNSPLIT) + 2 * 128256 * 4096
+    one, held = layer(run, "half_products"), 32 * of_mean_layer(run.model, UNSPLIT) + 2 * 128256 * 4096
     compute = 32 * (one.forward + one.backward) + one.embedding + one.head + held / 128 * one.optimizer
     assert compute < predicted(run) < 1.15 * compute
     slow = dataclasses.replace(run, host_bytes=1e9)
@@ -78,7 +79,7 @@ def test_adding_up_gradients_in_float32_costs_what_blooms_team_saw(heads, before
     slower = predicted(run) - predicted(dataclasses.replace(run, accumulate=6))
     assert 0.5 * (after - before) < slower < 1.1 * (after - before)
     rate = PublishedConstants().memory * run.sheet.bandwidth
-    each = 9 * costs.layer_parameters(run.model, layer_sizes({"tensor": 4})) * 12 / rate
+    each = 9 * of_mean_layer(run.model, layer_sizes({"tensor": 4})) * 12 / rate
     assert slower == pytest.approx((128 + 11) * each, rel=0.1)
 
 

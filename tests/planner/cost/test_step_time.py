@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paxtrain.config.axes import UNSPLIT, layer_sizes
 from paxtrain.model import parameters, transformer
+from paxtrain.model.parameters import of_mean_layer
 from planner.cluster.cluster import Cluster, Shares
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
@@ -87,7 +88,7 @@ def test_parameters_are_the_models(changes):
     positions = 0 if changes.get("family") == "llama" else chosen.sequence
     modules = transformer.shapes(chosen)["layers"].values()
     kernels = sum(math.prod(module["kernel"].shape[1:]) for module in modules if "kernel" in module)
-    ours = chosen.layers * costs.layer_parameters(chosen, UNSPLIT) + costs.embedding_parameters(chosen, UNSPLIT, 1)
+    ours = chosen.layers * of_mean_layer(chosen, UNSPLIT) + costs.embedding_parameters(chosen, UNSPLIT, 1)
     assert ours == every - norm - positions * chosen.hidden
     padding = (chosen.padded_vocab - chosen.vocab_size) * chosen.hidden * chosen.tables
     assert parameters.published(chosen) == every - padding

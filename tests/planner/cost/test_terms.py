@@ -21,6 +21,7 @@ from paxtrain.config.plan import (
     TERMS,
     TRANSFER,
 )
+from paxtrain.model.parameters import of_mean_layer
 from planner.cost import compute as costs
 from planner.cost import link_seconds
 from planner.cost.candidate import Candidate
@@ -97,5 +98,5 @@ def test_each_term_by_hand():
     np.testing.assert_allclose(parts[HEAD], [0, 4 * layer.head])
     assert parts[SYNC].min() == 0
     assert all((parts[term] > 0).all() for term in (TRANSFER, GATHER, REDUCE))
-    held = 6 * costs.layer_parameters(MODEL, UNSPLIT) + costs.embedding_parameters(MODEL, UNSPLIT, 2)
+    held = 6 * of_mean_layer(MODEL, UNSPLIT) + costs.embedding_parameters(MODEL, UNSPLIT, 2)
     np.testing.assert_allclose(parts[OPTIMIZER], held / 2 * layer.optimizer)

@@ -16,6 +16,7 @@ import pytest
 from paxtrain.config import PipelineConfig, from_dict
 from paxtrain.config.axes import UNSPLIT, layer_sizes
 from paxtrain.errors import UserError
+from paxtrain.model.parameters import of_mean_layer
 from planner.cluster.cluster import Cluster
 from planner.cluster.device_sheets import DeviceSheet
 from planner.cost import compute
@@ -260,7 +261,7 @@ def test_the_optimizers_parameters_are_the_devices(config):
     optimizer = compute_timing.OptimizerTimer(config, 2, jax.devices()[:2])
     h = MODEL["hidden"]
     mesh = layer_sizes({"tensor": 2})
-    held = 2 * compute.layer_parameters(config.model, mesh) + compute.embedding_parameters(config.model, mesh, 2)
+    held = 2 * of_mean_layer(config.model, mesh) + compute.embedding_parameters(config.model, mesh, 2)
     assert optimizer.parameters == held + MODEL["sequence"] * h + 2 * h
     assert optimizer.sample() > 0
 

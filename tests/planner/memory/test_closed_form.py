@@ -15,10 +15,13 @@ from paxtrain.parallel.mesh import batch_spec
 from paxtrain.schedule import buffers
 from paxtrain.schedule.schedules import SPECS, build, code, names
 from planner.memory import closed_form
+from planner.memory.shape import Shape
 from tests import small
 
 CPU = (0, 0)  # a "compute capability" without flash attention
 LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 160}
+MIXED = {"module": "tests.paxtrain.model.mixed:Mixed"}
+OF_KINDS = {"dense": "tests.paxtrain.model.bad_models:Plain", "experts": "tests.paxtrain.model.routed:Routed"}
 
 
 def config(**sections) -> Config:
@@ -142,6 +145,9 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
             "mesh": {"data": 4, "pipe": 1, "tensor": 2},
             "compress": {"embedding": {"codec": "int8"}},
         },
+        {"model": MIXED},
+        {"model": MIXED, "mesh": {"data": 1, "pipe": 4, "tensor": 2}, "pipeline": {"pipe_layers": "3,2,2,1"}},
+        {"model": MIXED, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2, "pipe_layers": "3,1,3,1"}},
         {"model": LLAMA, "compress": {"data": {"stages": "all", "rank": 16}}},
         # Ratios that some kernels reach and others do not, and with the embedding's codec the table but not positions.
         {"compress": {"data": {"stages": "all", "rank": 16}, "min_ratio": 2.5}},
@@ -180,6 +186,16 @@ def test_state_is_the_trainers_to_the_byte(sections):
     assert found + scalars + schedule_count == exact
 
 
+def test_layers_of_several_kinds_take_the_room_of_the_slots_that_stages_share():
+    """Of d e e e d e e e: stages with d e e and with e d need d e e d, though none has more than three."""
+    sections = {"mesh": {"data": 1, "pipe": 4, "tensor": 2}, "pipeline": {"pipe_layers": "3,2,2,1"}}
+    mixed = closed_form.of(config(model=MIXED, **sections), CPU)
+    assert mixed.slots == 3 and dict(mixed.rooms) == {"dense": 2, "experts": 2}
+    alike = (closed_form.of(config(model={"module": name}, **sections), CPU) for name in OF_KINDS.values())
+    dense, experts = (float(closed_form.analytic(one).activations) / 3 for one in alike)
+    assert float(closed_form.analytic(mixed).activations) == pytest.approx(2 * dense + 2 * experts, rel=1e-9)
+
+
 @pytest.mark.parametrize("fragments", [1, 2, 3])
 @pytest.mark.parametrize("sections", [{}, {"mesh": {"shard": "none"}}, {"model": {**LLAMA, "tied_head": False}}])
 def test_an_exchange_in_flight_takes_a_difference_and_a_mean_of_its_fragment(fragments, sections):
@@ -197,7 +213,7 @@ def test_an_exchange_in_flight_takes_a_difference_and_a_mean_of_its_fragment(fra
 def test_many_candidates_at_once_are_the_same_as_one_by_one():
     rng = np.random.default_rng(0)
     n, m = 500, config().model
-    some = closed_form.Shape(
+    some = Shape(
         model=with_attention(m, (9, 0)),
         data=rng.choice([2, 4], n),
         pipe=rng.choice([1, 2, 4], n),
@@ -218,7 +234,7 @@ def test_many_candidates_at_once_are_the_same_as_one_by_one():
     assert together.shape == (n,)
     for i in range(0, n, 7):
         fields = {f.name: getattr(some, f.name) for f in dataclasses.fields(some)}
-        alone = closed_form.Shape(**{k: x[i] if isinstance(x, np.ndarray) else x for k, x in fields.items()})
+        alone = Shape(**{k: x[i] if isinstance(x, np.ndarray) else x for k, x in fields.items()})
         assert float(closed_form.analytic(alone).total) == pytest.approx(together[i], rel=1e-12)
 
 

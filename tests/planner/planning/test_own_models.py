@@ -1,9 +1,11 @@
 """Plans for architectures of one's own, whose costs and bytes are those of their programs and tables."""
 
 import dataclasses
+import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 
 import paxtrain
@@ -12,8 +14,11 @@ from paxtrain.config import from_dict, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.config.axes import UNSPLIT, layer_sizes
 from paxtrain.model import parameters
+from paxtrain.model.parameters import of_mean_layer
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute
+from planner.cost.candidate import Candidate
+from planner.cost.step_time import Problem
 from planner.memory import closed_form
 from planner.planning.planning import PLAN
 from planner.program.cache import layer_program
@@ -127,7 +132,7 @@ def test_memory_is_that_of_its_program_and_table(module):
     assert closed_form.kept(shape)["dots"] == pytest.approx(2 * tokens * (512 + saved) + sums, rel=0.002)
 
 
-def test_layers_of_several_kinds_are_planned_as_their_mean():
+def test_layers_of_several_kinds_are_priced_apart():
     """Of four layers one is dense, as those of Plain are, and three have experts, as those of Routed."""
     mixed, dense, experts = (config(f"tests.paxtrain.model.{one}") for one in KINDS)
     sheet, shares = SHEETS["h100"], dataclasses.replace(compute.ASSUMED, layer_launch=0.0)
@@ -138,11 +143,8 @@ def test_layers_of_several_kinds_are_planned_as_their_mean():
     def forward(model):
         return compute.sheet(model, sheet, layer_sizes({"tensor": 2}), 3, "residuals", (1e-3, 1e6), shares).forward
 
-    def kept(model):
-        return layer_program(parameters.with_attention(model, (9, 0)), UNSPLIT, False, "residuals").kept.each
-
     assert forward(dense.model) < 0.9 * forward(experts.model)
-    for of in (forward, kept, lambda model: compute.layer_parameters(model, UNSPLIT)):
+    for of in (forward, lambda model: of_mean_layer(model, UNSPLIT)):
         assert of(mixed.model) == mean(of)
     one = to_dict(mixed) | {"mesh": {}, "batch": {"global_batch": 2, "micro_batch": 2}}
     shape = closed_form.of(from_dict(one))
@@ -150,6 +152,39 @@ def test_layers_of_several_kinds_are_planned_as_their_mean():
 
     made = planner.plan(mixed, cluster(2, 4), OPTIONS).plan
     assert made.module.endswith("Mixed") and made.apply(to_dict(mixed)).model == mixed.model
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_stage_takes_what_its_own_layers_take(schedule):
+    """Each split's F, B and W are those of its dense layers and of those with experts, on either kind of device."""
+    some, counts = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"]), ((1, 3), (2, 2), (3, 1))
+    by_model = {}
+    for name in KINDS:
+        model = config(f"tests.paxtrain.model.{name}").model
+        c = Candidate(
+            data=8, pipe=2, tensor=1, micro_batch=2, micro_batches=4, schedule=schedule, counts=(2, 2), save="dots"
+        )
+        by_model[name] = Problem(some, model, c, counts)
+    mixed, dense, experts = by_model.values()
+    for part in ("forward", "backward", "weights"):
+        both = [getattr(one, part)[:, 1] / np.array(counts)[:, 1].repeat(2) for one in (dense, experts)]  # of a layer
+        for row, (first, last) in enumerate(counts):
+            for kind in range(2):
+                of_dense, of_expert = (x[2 * row + kind] for x in both)
+                edge = getattr(dense, part)[2 * row + kind, 0] - first * of_dense  # the embedding
+                stages = of_dense + (first - 1) * of_expert + edge, last * of_expert
+                assert getattr(mixed, part)[2 * row + kind] == pytest.approx(stages, rel=1e-9, abs=1e-15)
+
+
+def test_a_heavy_kind_of_layers_has_a_stage_with_fewer():
+    """The search splits where the slowest stage is the quickest, of all splits."""
+    c = config(OTHERS + "FirstWide", layers=8, hidden=2048, intermediate=8192, sequence=1024)
+    options = dataclasses.replace(OPTIONS, pipe=(4,), tensor=(1,), micro_batch=(2,), schedules=("1f1b",), nearby=False)
+    chosen = planner.plan(c, cluster(2, 4, seed=None), options).ranked[0].candidate
+    splits = [s for s in itertools.product(range(1, 6), repeat=4) if sum(s) == 8]
+    problem = Problem(cluster(2, 4, seed=None), c.model, dataclasses.replace(chosen, counts=(2, 2, 2, 2)), splits)
+    slowest = (problem.work.max(axis=1)).reshape(len(splits), -1).max(axis=1)
+    assert chosen.counts[0] == 1 and slowest[splits.index(chosen.counts)] == pytest.approx(slowest.min())
 
 
 def test_without_attention_there_are_no_scores_in_the_memory():

@@ -125,6 +125,22 @@ def test_shards_of_groups_are_bounded_with_the_exchange_between_groups(some, nea
     assert len(closest) > 30 and min(closest) > near
 
 
+@pytest.mark.parametrize(("some", "near"), [(cluster(2, 8, seed=None), 0.97), (HETERO, 0.5), (GLOO, 0.5)])
+def test_no_step_with_layers_of_several_kinds_is_below_the_bound(some, near):
+    model = dataclasses.replace(MODEL, module="tests.paxtrain.model.mixed:Mixed")
+    space = enumerate_candidates(some, model, 32, dataclasses.replace(SPACE_CHOICES, backward=(), data_ranks=()))
+    bounds, rng, closest = pruning.lower_bound(some, model, space), np.random.default_rng(0), 0.0
+    for i in rng.choice(len(space), 120, replace=False):
+        stages = int(space.pipe[i] * space.chunks[i])
+        for counts in {layers.even(model.layers, stages), some_split(rng, model.layers, stages)}:
+            c = (problem := Problem(some, model, candidate(space, i, counts))).candidate
+            hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
+            total = problem.step(link_seconds.fabric(some), hosts).total
+            assert (total >= bounds[i] * (1 - 1e-12)).all(), c
+            closest = max(closest, bounds[i] / total.min())
+    assert closest > near
+
+
 def test_a_split_that_hides_more_of_a_slow_reduction_is_not_below_the_bound():
     """If latency is most of a reduction, a stage with more layers may show less of it than one of an even split."""
     model = dataclasses.replace(MODEL, layers=4)
