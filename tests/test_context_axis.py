@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import planner
-from paxtrain.config import ModelConfig, from_dict, to_dict
+from paxtrain.config import CONTEXT_FORMS, ModelConfig, from_dict, to_dict
 from paxtrain.config.axes import layer_sizes
 from paxtrain.errors import UserError
 from planner.cluster.device_sheets import SHEETS
@@ -43,8 +43,10 @@ CHOICES = Choices(
 )
 
 
-def sheet(model: ModelConfig, mesh: dict[str, int], link: tuple[float, float] = LINK) -> compute.LayerCosts:
-    return compute.sheet(model, SHEETS["h100"], layer_sizes(mesh), 1, "residuals", link)
+def sheet(
+    model: ModelConfig, mesh: dict[str, int], link: tuple[float, float] = LINK, form="ring"
+) -> compute.LayerCosts:
+    return compute.sheet(model, SHEETS["h100"], layer_sizes(mesh, form), 1, "residuals", link)
 
 
 def test_parts_of_sequences_and_heads_must_be_equal():
@@ -75,6 +77,34 @@ def test_products_are_shared_and_transfers_lie_under_attention():
     sent = 3 * 2 * LONG.key_value * LONG.sequence // 4 * 2
     attention = part.forward - sheet(dataclasses.replace(LONG, sequence=1024), {}).forward * 16
     assert slow.forward - part.forward == pytest.approx(sent / 1e8 - attention, rel=0.05)
+
+
+def test_each_form_sends_what_it_says():
+    """Operands of a device of four, in bytes: keys and values go round, are gathered, or become heads as queries do."""
+    model = dataclasses.replace(LONG, kv_heads=4)
+    queries, keys = (LONG.sequence // 4 * width * 2 for width in (LONG.hidden, 4 * LONG.head_dim))
+    sums = 2 * keys  # gradients of keys are added in float32
+    expected = {
+        "ring": ({"collective-permute": 3 * 2 * keys}, {"collective-permute": 3 * 2 * keys + 4 * 2 * sums}),
+        "gather": ({"all-gather": 2 * keys}, {"all-gather": 2 * keys, "reduce-scatter": 4 * 2 * sums}),
+        "heads": ({"all-to-all": 2 * queries + 2 * keys}, {"all-to-all": 2 * queries + 2 * keys}),
+    }
+    for form, parts in expected.items():
+        program = layer_program(model, layer_sizes(SPLIT, form), False, "residuals")
+        for work, sent in zip((program.forward, program.backward), parts):
+            found: dict[str, float] = {}
+            for one in work.collectives:
+                assert one.axes == ("context",)
+                found[one.kind] = found.get(one.kind, 0.0) + one.times * one.bytes.of(1)
+            assert found == sent, form
+
+
+def test_a_gather_lies_under_the_attention_to_a_devices_own_tokens():
+    """Behind it attention to the others' is left; on a slow link what is left of the gather takes longer."""
+    quick, slow = (sheet(LONG, SPLIT, (0.0, rate), "gather") for rate in (1e30, 1e8))
+    sent = 3 * 2 * LONG.key_value * LONG.sequence // 4 * 2  # a ring's turns
+    attention = quick.forward - sheet(dataclasses.replace(LONG, sequence=1024), {}).forward * 16
+    assert slow.forward - quick.forward == pytest.approx(sent / 1e8 - attention / 4, rel=0.05)
 
 
 def test_the_ring_has_the_scores_that_a_causal_mask_leaves():
@@ -120,12 +150,14 @@ def test_the_search_finds_the_best_of_all_meshes():
     for data, pipe, tensor, shared in sizes:
         if data * pipe * tensor * shared != 8 or tensor > 2 or tensor * shared > 4 or 8 % data:
             continue
-        c = Candidate(data, pipe, tensor, 1, 8 // data, "1f1b", (8 // pipe,) * pipe, others=(shared,))
+        plain = Candidate(data, pipe, tensor, 1, 8 // data, "1f1b", (8 // pipe,) * pipe, others=(shared,))
         slots = 4 // (tensor * shared)
         first = itertools.combinations(range(2 * slots), slots)
         hosts = np.array([[s not in here for s in range(2 * slots)] for here in first], int).reshape(-1, data, pipe)
-        seconds = Problem(some, LONG, c).step(fabric(some), hosts).total.min()
-        best[shared] = min(best.get(shared, np.inf), seconds)
+        for form in CONTEXT_FORMS[: 3 if shared > 1 and LONG.key_value_heads % (shared * tensor) == 0 else 2]:
+            c = dataclasses.replace(plain, context_form=form)
+            seconds = Problem(some, LONG, c).step(fabric(some), hosts).total.min()
+            best[shared] = min(best.get(shared, np.inf), seconds)
     assert set(best) == {1, 2, 4}
     for asked, least in ((), min(best.values())), *(((("context", (n,)),), best[n]) for n in best):
         choices = dataclasses.replace(CHOICES, others=asked)

@@ -17,6 +17,7 @@ from paxtrain.config.load import from_dict, read_section, to_dict
 from paxtrain.config.model import ModelConfig
 from paxtrain.config.optimizer import OptimizerConfig, OuterConfig
 from paxtrain.config.parallel import (
+    CONTEXT_FORMS,
     REDUCE_DTYPES,
     SAVE_MODES,
     SHARDS,
@@ -29,6 +30,7 @@ from paxtrain.config.parallel import (
 from paxtrain.config.run import CheckpointConfig, RunConfig
 
 __all__ = [
+    "CONTEXT_FORMS",
     "REDUCE_DTYPES",
     "SAVE_MODES",
     "SHARDS",

@@ -7,6 +7,7 @@ that a record allows, of data, pipe and the axes inside hosts; its flags have th
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -96,10 +97,24 @@ def seat_axes() -> tuple[str, ...]:
 
 
 class AxisSizes(dict[str, int]):
-    """Sizes of axes by name, a key of caches; it is never changed. An axis without a size has one device."""
+    """Sizes of axes by name, a key of caches; it is never changed. An axis without a size has one device.
+
+    Attributes:
+        form: how devices that share sequences see each other's tokens, see MeshConfig.context_form; "" without them.
+    """
+
+    def __init__(self, sizes: Mapping[str, int] = types.MappingProxyType({}), form: str = "") -> None:
+        super().__init__(sizes)
+        self.form = form
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
+        return hash((frozenset(self.items()), self.form))
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.form == getattr(other, "form", "")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 UNSPLIT = AxisSizes()  # one device has all of a layer
@@ -110,9 +125,15 @@ def layer_axes() -> tuple[str, ...]:
     return tuple(name for name, axis in AXES.items() if axis.waits == "layer" or {*axis.dims} - {*AXES[PIPE].dims})
 
 
-def layer_sizes(sizes: Mapping[str, int]) -> AxisSizes:
-    """Return the sizes of those of `layer_axes` that have several devices, in the order of the mesh."""
-    return AxisSizes({name: sizes[name] for name in layer_axes() if sizes.get(name, 1) > 1})
+def layer_sizes(sizes: Mapping[str, int], form: str = "") -> AxisSizes:
+    """Return the sizes of those of `layer_axes` that have several devices, in the order of the mesh.
+
+    Args:
+        sizes: sizes of axes by name.
+        form: MeshConfig.context_form, which counts if devices share sequences.
+    """
+    several = {name: sizes[name] for name in layer_axes() if sizes.get(name, 1) > 1}
+    return AxisSizes(several, form if sequence_parts(several) > 1 else "")
 
 
 def parts(dim: str, sizes: Mapping[str, Any]) -> Any:

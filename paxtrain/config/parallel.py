@@ -192,7 +192,7 @@ class MeshConfig(Checked):
     @property
     def layer_sizes(self) -> AxisSizes:
         """Sizes of the axes that split a layer or for which it waits, without those of one device."""
-        return layer_sizes(self.sizes)
+        return layer_sizes(self.sizes, self.context_form)
 
     @property
     def ranks(self) -> int:

@@ -45,6 +45,7 @@ class Candidate:
         scan_layers: PipelineConfig.scan_layers.
         shard: MeshConfig.shard.
         shard_group: MeshConfig.shard_group.
+        context_form: MeshConfig.context_form.
         sequence_parallel: MeshConfig.sequence_parallel.
         backward: compressed gradients between stages, "none", "epilogue" or "all".
         backward_rank: rank of their factors.
@@ -85,6 +86,7 @@ class Candidate:
     outer: OuterConfig = NO_GROUPS
     min_ratio: float = 2.0
     shard_group: int = 0
+    context_form: str = "ring"
     others: tuple[int, ...] = ()
 
     @property
@@ -106,7 +108,7 @@ class Candidate:
     @functools.cached_property
     def layer_sizes(self) -> AxisSizes:
         """Sizes of the axes that split a layer or for which it waits, without those of one device."""
-        return layer_sizes(self.sizes)
+        return layer_sizes(self.sizes, self.context_form)
 
     @functools.cached_property
     def seat(self) -> int:
@@ -125,7 +127,7 @@ class Candidate:
 
     def figures(self) -> dict[str, Any]:
         """Return the fields as JSON values; some only if they are not the default."""
-        usual = ("scan_layers", "min_ratio", "shard_group")
+        usual = ("scan_layers", "min_ratio", "shard_group", "context_form")
         unused = {name for name in usual if getattr(self, name) == getattr(Candidate, name)}
         unused |= {"others"} if self.outer.every else {"others", "outer"}
         keys = {"data_micro_batches": "ranks"}  # the key that plan.json has for them

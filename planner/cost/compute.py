@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts, sequence_parts
+from paxtrain.config.axes import AXES, TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts, sequence_parts
 from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
@@ -200,18 +200,21 @@ class _Layer:
         """Return the seconds of collectives, each on the links of the axes that it runs over, which lie inside hosts.
 
         An all-reduce over a ring is a reduce-scatter and an all-gather, which take half of it each (Korthikanti et al.
-        2022), as an all-to-all does. Messages to a neighbour lie under attention, of `under` seconds.
+        2022), as an all-to-all does. Messages to a neighbour lie under attention, of `under` seconds, and a gather of
+        others' tokens under the attention to a device's own.
         """
-        total = hops = 0.0
+        total = hops = gathers = 0.0
         for one in work.collectives:
             members = math.prod(self.mesh.get(axis, 1) for axis in one.axes)
             size = one.bytes.of(self.micro_batch) * (members if one.kind == "all-gather" else 1)
             whole = all_reduce(members, size, *self.inside)
             if one.kind == "collective-permute":
                 hops += one.times * (self.inside[0] + size / self.inside[1])
+            elif one.kind == "all-gather" and any(AXES[axis].sequence for axis in one.axes):
+                gathers += one.times * whole / 2
             else:
                 total += one.times * (whole if one.kind == "all-reduce" else whole / 2)
-        return total + np.maximum(hops - under, 0.0)
+        return total + np.maximum(hops - under, 0.0) + np.maximum(gathers - under / sequence_parts(self.mesh), 0.0)
 
     def launched(self, busy: float, launches: float, exchanged: float) -> float:
         """Return the seconds of kernels and collectives; the latter lie under launches if a host runs ahead of both."""
@@ -286,8 +289,7 @@ def sheet(
     settled = _settled(model, device.capability, shares.stored_scores)
     one = _Layer(settled, mesh, sequence_parallel, micro_batch, rates, shares, inside, kind)
     f, b, w, *_ = one.program("residuals")
-    # B's attention counts as two products for each of F's if a family stores scores, with which the constants are
-    # fitted. By their own shapes they take up to 3% of a layer's B more or less.
+    # B's attention counts as two products for each of F's if a family stores scores, as when constants were fitted.
     doubled = f if f.attention and not model.module else b
     attention, attention_backward = one.attention(f, _SCORE_PASSES[0]), one.attention(doubled, _SCORE_PASSES[1], 2)
     passes, of_kernels = one.passes(), ratio * one.products(w)

@@ -71,6 +71,7 @@ def candidate_of_config(config: Config) -> Candidate:
         scan_layers=pipeline.scan_layers,
         shard=mesh.shard,
         shard_group=mesh.shard_group if mesh.copies > 1 else 0,
+        context_form=mesh.context_form,
         sequence_parallel=mesh.sequence_parallel,
         reduce_dtype=mesh.reduce_dtype,
         backward=compress.backward.chosen if mesh.pipe > 1 else "none",

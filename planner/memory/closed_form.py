@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SHARDS, SPLIT_SAVES, Config
+from paxtrain.config import CONTEXT_FORMS, SAVE_MODES, SHARDS, SPLIT_SAVES, Config
 from paxtrain.config.axes import layer_sizes, more_axes, parts
 from paxtrain.model.fragments import fragment_layers
 from paxtrain.model.parameters import count, differ, table, with_attention
@@ -75,6 +75,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         save=SAVE_MODES.index(pipeline.save),
         shard=SHARDS.index(mesh.shard),
         copies_of_shards=mesh.copies,
+        context_form=CONTEXT_FORMS.index(mesh.context_form),
         scan=int(pipeline.scans(counts)),
         backward_rank=max(ranks, default=0),
         forward_rank=compress.forward.rank if compress.forward.chosen != "none" else 0,
@@ -122,10 +123,12 @@ def ring_depths(shape: Shape) -> tuple[PerCandidate, PerCandidate, PerCandidate]
 def _of_layer(shape: Shape, save: str, size: Callable[[LayerProgram], Bytes], kind: str | None = None) -> PerCandidate:
     """Return what the program of a layer of a kind says of each candidate; None: all layers are alike."""
     names = tuple(shape.mesh)
-    *how, batch = columns(*shape.mesh.values(), shape.sequence_parallel, shape.micro_batch)
+    *how, batch = columns(*shape.mesh.values(), shape.context_form, shape.sequence_parallel, shape.micro_batch)
     found = np.zeros(batch.shape)
     for one in set(zip(*(x.ravel().tolist() for x in how))):
-        here = size(layer_program(shape.model, layer_sizes(dict(zip(names, one))), one[-1] == 1, save, kind))
+        *sizes, form, sequence = one
+        mesh = layer_sizes(dict(zip(names, sizes)), CONTEXT_FORMS[form])
+        here = size(layer_program(shape.model, mesh, sequence == 1, save, kind))
         same = functools.reduce(np.logical_and, [x == value for x, value in zip(how, one)])
         found = np.where(same, here.of(batch), found)
     return found

@@ -50,6 +50,7 @@ class Shape:
         overlaps: the largest fragment is exchanged under a step; otherwise groups wait.
         min_ratio: factor by which a matrix must shrink to be compressed over data or between groups.
         others: sizes of the axes besides data, pipe and tensor, by name.
+        context_form: place of MeshConfig.context_form in CONTEXT_FORMS.
         rooms: layer slots of a virtual stage by the kind of their layers; empty if all layers are alike.
     """
 
@@ -81,6 +82,7 @@ class Shape:
     min_ratio: float = 2.0
     others: Mapping[str, PerCandidate] = dataclasses.field(default_factory=dict)
     copies_of_shards: PerCandidate = 1
+    context_form: PerCandidate = 0
     rooms: Mapping[str, PerCandidate] = dataclasses.field(default_factory=dict)
 
     @property

@@ -114,7 +114,7 @@ def sections(
 
 def _mesh(c: Candidate) -> MeshConfig:
     """Return the section mesh of a candidate."""
-    same = ("shard", "shard_group", "sequence_parallel", "reduce_dtype")
+    same = ("shard", "shard_group", "context_form", "sequence_parallel", "reduce_dtype")
     values: dict[str, Any] = c.sizes | {name: getattr(c, name) for name in same}
     return MeshConfig(**values)
 

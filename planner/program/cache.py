@@ -52,7 +52,14 @@ def layer_program(
 @functools.lru_cache(maxsize=1024)
 def _programs(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, kind: str) -> dict[str, LayerProgram]:
     """Return the program of a layer of a kind by save mode."""
-    key = [dataclasses.asdict(model), mesh, sequence_parallel, importlib.metadata.version("jax"), _fingerprint()]
+    key = [
+        dataclasses.asdict(model),
+        mesh,
+        mesh.form,
+        sequence_parallel,
+        importlib.metadata.version("jax"),
+        _fingerprint(),
+    ]
     path = files.kept_file("programs", key)
     with contextlib.suppress(ValueError, TypeError, AttributeError):  # somebody else's value
         if (stored := files.kept(path)) is not None:

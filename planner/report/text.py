@@ -63,10 +63,11 @@ def hosts(number: int) -> str:
 def mesh(candidate: Candidate) -> str:
     """Return the sizes of data, pipe and tensor, as "32 x 4 x 1", and what others have, as " context=4".
 
-    " seq" follows if tensor also splits the sequence.
+    The form of its exchange follows, as " gather", if it is no ring, and " seq" if tensor also splits the sequence.
     """
     sizes = candidate.sizes
     others = [f" {name}={sizes[name]}" for name in more_axes() if sizes[name] > 1]
+    others += [f" {candidate.context_form}"] * (candidate.shared > 1 and candidate.context_form != "ring")
     return " x ".join(str(sizes[name]) for name in MAIN) + "".join(others) + " seq" * candidate.sequence_parallel
 
 
@@ -286,6 +287,7 @@ def terms(report: Report) -> list[str]:
     candidates = [found.candidate for found in report.outcome.ranked]
     some = any(c.backward_links or c.forward_links for c in candidates)
     seq = "d x p x t seq: tensor splits the sequence, too (mesh.sequence_parallel)"
+    form = "d x p x t context=4 gather: mesh.context=4 with mesh.context_form=gather"
     between = "schedule 1f1b:6: 1f1b with pipeline.in_flight=6"
     groups = "shard weights/8: weights in shards inside groups of 8 data ranks (mesh.shard_group=8)"
     layers = "layers 5x2,4: two virtual stages with 5 layers, then one with 4"
@@ -294,6 +296,7 @@ def terms(report: Report) -> list[str]:
         memory = f"of the plans that were compiled by the compiler, of the others {memory}"
     return [
         *[seq] * any(c.sequence_parallel for c in candidates),
+        *[form] * any(c.shared > 1 and c.context_form != "ring" for c in candidates),
         *[between] * any(":" in c.schedule for c in candidates),
         *[groups] * any(c.shard_group for c in candidates),
         *[layers] * any("x" in stage_layers(c.counts, _LAYERS) for c in candidates),

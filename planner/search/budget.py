@@ -77,6 +77,7 @@ class Budget:
             save=space.save,
             shard=space.shard,
             copies_of_shards=space.together // space.sharing,
+            context_form=space.context_form,
             sequence_parallel=space.sequence_parallel.astype(int),
             scan=scans(self.scan_layers, common, space.pipe * space.chunks) * 1,
             backward_rank=space.backward_rank,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from compress.policy import largest_rank
-from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SHARDS, SPLIT_SAVES, ModelConfig
+from paxtrain.config import CONTEXT_FORMS, REDUCE_DTYPES, SAVE_MODES, SHARDS, SPLIT_SAVES, ModelConfig
 from paxtrain.config.axes import (
     AXES,
     DATA,
@@ -170,10 +170,11 @@ def _rows(
                 policies = _compressions(choices, model, together, pipe, split, message)
                 if spec_of(name).place(pipe, chunks).folded:  # messages travel as they are
                     policies = [] if choices.coded.compresses_forward else [one for one in policies if not one[0]]
-                for save, (shard, group), policy, uneven in itertools.product(saves, shared, policies, by_speed):
+                every = itertools.product(saves, shared, context_forms(model, mesh), policies, by_speed)
+                for save, (shard, group), form, policy, uneven in every:
                     if shard in SUMS and (policy[-1] or uneven):
                         continue  # a reduction of a step's gradients, or of other micro-batches
-                    how = (schedule, chunks, save, SHARDS.index(shard), group, sequence, dtype)
+                    how = (schedule, chunks, save, SHARDS.index(shard), group, form, sequence, dtype)
                     yield (data, pipe, tensor, micro_batch, m, *how, *policy, uneven, others)
 
 
@@ -190,6 +191,13 @@ def _shard_groups(cluster: Cluster, mesh: Mapping[str, int], shard: str) -> tupl
     """Return the sizes of groups of data ranks that may share what is in shards: 0 for all, and those of a host."""
     data, host = mesh[DATA], cluster.devices_per_host // math.prod(mesh[name] for name in inside_axes())
     return (0, host) if shard in SUMS and 1 < host < data and data % host == 0 else (0,)
+
+
+def context_forms(model: ModelConfig, mesh: Mapping[str, int]) -> list[int]:
+    """Return the numbers of the ways in which devices that share sequences may see each other's tokens."""
+    shared = sequence_parts(mesh)
+    heads = model.key_value_heads % (shared * mesh[TENSOR]) == 0
+    return [n for n, form in enumerate(CONTEXT_FORMS) if n == 0 or (shared > 1 and (form != "heads" or heads))]
 
 
 def _in_groups(meshes: list[dict[str, int]], choices: Choices) -> list[dict[str, int]]:

@@ -9,14 +9,14 @@ import numpy as np
 
 from compress.policy import largest_rank, too_large
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES, ModelConfig
-from paxtrain.config.axes import AXES, DATA, MAIN, PIPE, TENSOR, batch_axes, in_words, inside_axes
+from paxtrain.config.axes import AXES, DATA, MAIN, PIPE, TENSOR, batch_axes, in_words, inside_axes, sequence_parts
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of, spec_of
 from paxtrain.tables import times
 from planner.cost import compute
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import Coded
-from planner.search.enumeration import SUMS, listed, message_shape, sharding_problem
+from planner.search.enumeration import SUMS, context_forms, listed, message_shape, sharding_problem
 from planner.search.search import Found, Search
 from planner.search.space import COLUMNS, Choices, Column, Space, numbers_of
 
@@ -35,6 +35,8 @@ def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
             yield now | {"micro_batch": int(now["micro_batch"] * factor)}
     for column in _FREE:
         same = search.space.pipe == now[PIPE] if column in ("schedule", "shard", "shard_group") else slice(None)
+        if column == "context_form":
+            same = search.space.shared == sequence_parts({axis: now[axis] for axis in AXES})
         for value in np.unique(getattr(search.space, column)[same]).tolist():
             if value != now[column]:
                 yield now | {column: value}
@@ -111,6 +113,8 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
             changed = changed | {"chunks": 1}
         if COLUMNS["shard"].value(changed["shard"]) not in SUMS:
             changed = changed | {"shard_group": 0}
+        if changed["context_form"] not in context_forms(search.model, {axis: changed[axis] for axis in AXES}):
+            changed = changed | {"context_form": 0}
         if changed["backward"] == 0:
             changed = changed | {"backward_rank": 0}
         elif changed["backward_rank"] == 0:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SHARDS, OuterConfig
+from paxtrain.config import CONTEXT_FORMS, REDUCE_DTYPES, SAVE_MODES, SHARDS, OuterConfig
 from paxtrain.config.axes import (
     AXES,
     DATA,
@@ -133,6 +133,7 @@ class Space:
     save: Array
     shard: Array
     shard_group: Array
+    context_form: Array
     sequence_parallel: Array
     reduce_dtype: Array
     backward: Array
@@ -175,8 +176,10 @@ class Space:
     def layer_sizes(self) -> tuple[list[AxisSizes], Array]:
         """The different sizes of the axes that split layers, and which of these each candidate has, [N]."""
         names = layer_axes()
-        keys, where = np.unique([self.column(name) for name in names], axis=1, return_inverse=True)
-        return [layer_sizes(dict(zip(names, sizes))) for sizes in keys.T.tolist()], where.ravel()
+        columns = [*map(self.column, names), self.context_form]
+        keys, where = np.unique(columns, axis=1, return_inverse=True)
+        found = [layer_sizes(dict(zip(names, sizes)), CONTEXT_FORMS[form]) for *sizes, form in keys.T.tolist()]
+        return found, where.ravel()
 
     def column(self, name: str) -> Array:
         """Return the column of a field of candidates, or of the size of an axis."""
@@ -191,6 +194,7 @@ _MEANINGS = {
     "schedule": Column(name_of, code),
     "save": _named(SAVE_MODES),
     "shard": _named(SHARDS),
+    "context_form": _named(CONTEXT_FORMS),
     "sequence_parallel": Column(bool),
     "reduce_dtype": _named(REDUCE_DTYPES),
     "backward": _named(BACKWARD),

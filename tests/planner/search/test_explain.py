@@ -64,6 +64,8 @@ FOUR = {"model": WIDE, "hosts": 4, "devices": 1}
 FAR = FOUR | {"slower": 100}
 EPILOGUE = {"compress": ("epilogue",), "backward_ranks": (4, 16), "pipe": (4,)}
 CHUNKS = {"schedules": ("interleaved_1f1b",), "virtual_stages": (2, 4), "pipe": (2,)}
+LONG = {"others": (("context", (4,)),)}
+NO_NVLINK = {"links": {"alpha": [[1e-5]], "bandwidth": [[12e9]]}}
 SAVES = {"data": (4,), "micro_batch": (8,), "saves": ("residuals", "layer_inputs")}
 CASES = {
     "data": Case(4, "data=2 pipe=2", {}),
@@ -75,6 +77,7 @@ CASES = {
     "save": Case("layer_inputs", "save=residuals", SAVES, WIDE, cluster={"memory": 1.9e9}),
     "shard": Case("weights", "shard=optimizer", {"data": (4,)}, WIDE),
     "shard_group": Case(4, "shard_group=0", {"data": (16,), "tensor": (1,)}, WIDE, batch=64, hosts=4, slower=10),
+    "context_form": Case("heads", "context_form=ring", LONG, WIDE | {"sequence": 8192}, batch=1, cluster=NO_NVLINK),
     "sequence_parallel": Case(True, "sequence_parallel=False", {"tensor": (4,)}, WIDE),
     "backward": Case("epilogue", "backward=none", EPILOGUE, **FAR),
     "backward_rank": Case(4, "backward_rank=16", EPILOGUE, **FAR),
