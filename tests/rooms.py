@@ -55,8 +55,8 @@ _TABLE = {
         "planner/pipeline planner/placement planner/program"
     ),
     "planner/report": (
-        "paxtrain/config paxtrain/model paxtrain/run paxtrain/schedule paxtrain/study planner/cluster planner/cost "
-        "planner/pipeline planner/search"
+        "paxtrain/config paxtrain/model paxtrain/schedule paxtrain/study planner/cluster planner/cost planner/pipeline "
+        "planner/search"
     ),
     "planner/planning": (
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule paxtrain/study planner/cluster planner/cost "

@@ -225,3 +225,17 @@ def multiplied(config: ModelConfig) -> int:
     head = next(p for p in table(config) if p.own[0] == "vocab")
     outside = count(config, "final_norm") + math.prod(head.shape(config))
     return sum(count(config, kind=kind) for kind in kinds(config)) + outside
+
+
+def flops_per_token(config: ModelConfig) -> float:
+    """Return the FLOPs of forward and backward for one token: 6 N + 12 L A S, or 6 N without attention.
+
+    N counts every parameter that a token is multiplied with, see `multiplied`; A is the width of all heads.
+    Attention is counted in full, although a causal kernel does half of it. Recomputation is not counted.
+
+    References:
+        Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
+    """
+    width = config.heads * config.head_dim if attends(config) else 0
+    attention = 12.0 * config.layers * width * config.sequence
+    return 6.0 * multiplied(config) + attention

@@ -14,13 +14,12 @@ from paxtrain.config import BatchConfig, Config, MeshConfig
 from paxtrain.devices.gpus import GPUS, Gpu
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
-from paxtrain.model.parameters import with_attention
+from paxtrain.model.parameters import flops_per_token, with_attention
 from paxtrain.model.transformer import Params
 from paxtrain.parallel import compiler_options
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.optimizer import make_optimizer
 from paxtrain.parallel.step import Trainer
-from paxtrain.run import metrics
 from paxtrain.schedule.schedules import names, spec_of
 from paxtrain.xla import aot, costs, hlo
 
@@ -92,7 +91,7 @@ def read(compiled: jax.stages.Compiled, config: Config, gpu: Gpu) -> Ledger:
         flops += kernel.executions * kernel.flops
         bound = max(kernel.flops / gpu.peak_flops, kernel.bytes / gpu.bandwidth) / REACHED
         bounds[name] += kernel.executions * bound
-    wanted = config.batch.global_batch * config.model.sequence * metrics.flops_per_token(config.model)
+    wanted = config.batch.global_batch * config.model.sequence * flops_per_token(config.model)
     memory, seconds = compiled.memory_analysis(), sum(bounds.values())
     assert memory is not None
     return Ledger(

@@ -24,20 +24,6 @@ VALIDATION = "validation_loss"
 _HUGE = 1e300  # above all scalars; some integers in JSON are too large for a float
 
 
-def flops_per_token(model: ModelConfig) -> float:
-    """Return the FLOPs of forward and backward for one token: 6 N + 12 L A S, or 6 N without attention.
-
-    N counts every parameter that a token is multiplied with, see `parameters.multiplied`; A is the width of all heads.
-    Attention is counted in full, although a causal kernel does half of it. Recomputation is not counted.
-
-    References:
-        Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
-    """
-    width = model.heads * model.head_dim if parameters.attends(model) else 0
-    attention = 12.0 * model.layers * width * model.sequence
-    return 6.0 * parameters.multiplied(model) + attention
-
-
 def mfu(tokens_per_second: float, model: ModelConfig, devices: int, peak: float) -> float:
     """Return the model FLOPs utilisation, 0 to 1: the model's FLOP/s over the peak of all devices.
 
@@ -47,7 +33,7 @@ def mfu(tokens_per_second: float, model: ModelConfig, devices: int, peak: float)
         devices: Number of devices of the mesh.
         peak: Peak FLOP/s of one device.
     """
-    return tokens_per_second * flops_per_token(model) / (devices * peak)
+    return tokens_per_second * parameters.flops_per_token(model) / (devices * peak)
 
 
 def _plain(value: Any) -> Any:

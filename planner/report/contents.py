@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.run.metrics import flops_per_token
+from paxtrain.model.parameters import flops_per_token
 from planner.cluster.cluster import Cluster
 from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import Problem, Step

@@ -41,7 +41,7 @@ def test_its_parameters_are_those_of_its_table():
     layer = 32 + 32 * 32 + 32 * 2 * 16 + 32 * 48 + 32 * 32 + 48 * 32
     assert parameters.published(model) == 4 * layer + 61 * 32 + 32
     assert sum(x.size for x in jax.tree.leaves(transformer.shapes(model))) == 4 * layer + 64 * 32 + 32
-    assert metrics.flops_per_token(model) == 6 * (4 * layer + 61 * 32 + 32) + 12 * 4 * 32 * 16
+    assert parameters.flops_per_token(model) == 6 * (4 * layer + 61 * 32 + 32) + 12 * 4 * 32 * 16
     mask = decay_mask(model, transformer.shapes(model))
     assert mask["layers"]["ln"] == {"scale": False} and mask["layers"]["kv"] == {"kernel": True}
     assert sampling.architecture(model)["module"] == BLOCK
@@ -154,7 +154,7 @@ def test_layers_of_two_kinds_are_counted_each():
     model = config(MIXED).model
     dense, experts = 32 + 2 * 32 * 48, 32 + 32 * 4 + 2 * 32 * 4 * 48
     assert parameters.published(model) == dense + 3 * experts + 61 * 32 + 32
-    assert metrics.flops_per_token(model) == 6 * (dense + 3 * experts + 61 * 32 + 32)
+    assert parameters.flops_per_token(model) == 6 * (dense + 3 * experts + 61 * 32 + 32)
 
 
 def test_a_layer_that_returns_another_dtype_is_refused():
@@ -189,7 +189,7 @@ def test_embedding_and_head_of_its_own_train_on_a_mesh():
 def test_without_heads_no_attention_is_counted():
     model = config(RECURRENCE).model
     layer = 32 + 32 * 3 * 48 + 3 * 48 + 48 * 32
-    assert metrics.flops_per_token(model) == 6 * (4 * layer + 61 * 32 + 32)
+    assert parameters.flops_per_token(model) == 6 * (4 * layer + 61 * 32 + 32)
 
 
 def test_the_page_shows_the_file_and_the_parts_of_a_layer():
