@@ -69,7 +69,7 @@ _TABLE = {
     "planner/export": "paxtrain/config paxtrain/model paxtrain/schedule",
     "planner/measure": (
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/parallel paxtrain/pipeline paxtrain/process "
-        "paxtrain/run planner/cluster planner/cost"
+        "planner/cluster planner/cost"
     ),
     "planner/runs": "paxtrain/config paxtrain/schedule",
     "planner/fit": (

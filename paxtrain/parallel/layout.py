@@ -169,6 +169,14 @@ class Layout:
         return jax.eval_shape(self.from_canonical, canonical)
 
     @property
+    def parameters_per_device(self) -> int:
+        """Number of weights that one device holds during a step, padding included."""
+        sizes, total = self.config.mesh.sizes, 0
+        for x, spec in zip(jax.tree.leaves(self.shapes), jax.tree.leaves(self.specs(data=False)), strict=True):
+            total += x.size // math.prod(sizes[axis] for axis in spec if axis)
+        return total
+
+    @property
     def rows(self) -> dict[tuple[str, ...], Parameter]:
         """The rows of the architecture's table by the names of their paths."""
         return parameters.by_names(self.config.model)

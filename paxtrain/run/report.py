@@ -28,15 +28,6 @@ _OF_BATCH, _OF_RUN = ("global_batch",), ("steps", "seed")  # settings that chang
 NO_STAGE = "no stage, because the step would not end sooner"  # that compresses over data
 
 
-def parameters_per_device(trainer: Trainer) -> int:
-    """Return the number of weights that one device holds during a step, padding included."""
-    mesh, total = trainer.config.mesh, 0
-    specs = trainer.layout.specs(data=False)
-    for x, spec in zip(jax.tree.leaves(trainer.layout.shapes), jax.tree.leaves(specs), strict=True):
-        total += x.size // math.prod(mesh.sizes[axis] for axis in spec if axis)
-    return total
-
-
 # What is in shards over data, by mesh.shard.
 _SHARDS = {
     "none": "replicated optimizer",
@@ -83,7 +74,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequ
         ("layers per stage", stages + padding),
         *_compression(trainer, levels),
         *(trainer.describe() if isinstance(trainer, GroupedTrainer) else ()),
-        ("per device", f"{size(parameters_per_device(trainer))} parameters"),
+        ("per device", f"{size(layout.parameters_per_device)} parameters"),
         ("memory per device", f"{size(held, 'B')} state and batch, {temporary}"),
         ("compiled in", f"{compile_seconds:.1f} s"),
     ]

@@ -28,7 +28,6 @@ from paxtrain.pipeline import executor
 from paxtrain.pipeline.program import Weights
 from paxtrain.pipeline.rings import read
 from paxtrain.pipeline.stage import Stage
-from paxtrain.run import report
 from planner.cost import compute
 from planner.measure.link_timing import CALLS
 
@@ -257,7 +256,7 @@ class OptimizerTimer:
             return trainer.update(state, jnp.float32(0), grads, state.codec)
 
         self._update = jax.jit(update, donate_argnums=0)
-        self.parameters = report.parameters_per_device(trainer)
+        self.parameters = trainer.layout.parameters_per_device
 
     def sample(self, processes_per_core: float = 0.0) -> float:
         """Measure once, and return the seconds per parameter that a device holds.
