@@ -82,7 +82,7 @@ _TABLE = {
         "paxtrain/config paxtrain/process paxtrain/profiling paxtrain/run paxtrain/schedule planner/cluster "
         "planner/cost planner/measure planner/planning planner/runs"
     ),
-    "planner/jobs": "paxtrain/process planner/memory",
+    "planner/jobs": "paxtrain/process planner/cluster",
     "planner": "paxtrain paxtrain/config planner/cluster planner/cost planner/fit planner/planning",
 }
 MAY_IMPORT = {room: set(others.split()) for room, others in _TABLE.items()}

@@ -6,7 +6,7 @@ values.py          its values one by one, and their units
 hostlist.py        lists of hosts with brackets
 link_values.py     its links
 array_file.py      the matrices of links beside it
-device_sheets.py   what the planner knows of a device
+device_sheets.py   what the planner knows of a device; the share of its memory that a plan may use
 products.py        seconds of a matrix product on a device, from its shape
 variants.py        clusters like a given one: other hosts, links or devices
 link_fit.py        a fit of links that were not measured

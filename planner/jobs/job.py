@@ -6,12 +6,12 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from planner.memory import closed_form
+from planner.cluster import device_sheets
 
 # Environment variables of all processes on GPUs, with the reason, unless the user has set them.
 GPU_VARIABLES = {
     "XLA_PYTHON_CLIENT_MEM_FRACTION": (
-        f"{closed_form.USABLE:g}",
+        f"{device_sheets.USABLE:g}",
         "Plans assume this fraction; XLA takes three quarters of a GPU's memory by default.",
     ),
     "NCCL_DEBUG": ("WARN", "NCCL then names the peer or device of a failure, and prints nothing else."),

@@ -32,11 +32,6 @@ from planner.program.cache import layer_program
 from planner.program.kinds import rooms
 from planner.program.layer_program import Bytes, LayerProgram
 
-# The share of a device's memory that a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts. cuBLAS,
-# cuDNN and NCCL take workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's default
-# preallocates 75%, which is less: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 must be set to use this share.
-USABLE = 0.92
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:

@@ -7,10 +7,10 @@ from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.errors import UserError
 from paxtrain.knobs import check, knob
 from paxtrain.schedule.schedules import FILE, names, spec_of
+from planner.cluster import device_sheets
 from planner.cluster.cluster import PAXTRAIN
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
-from planner.memory import closed_form
 from planner.runs.trainers import TRAINERS
 from planner.search.budget import Budget
 from planner.search.search import Options
@@ -94,7 +94,7 @@ class PlanOptions:
     uneven_data: str = knob("both", among=tuple(UNEVEN_DATA))
     groups: str = knob("configured", among=GROUPS)
     tensor_hosts: int = knob(1, least=1)
-    usable_memory: float = knob(closed_form.USABLE, least=0.05, most=1.0)
+    usable_memory: float = knob(device_sheets.USABLE, least=0.05, most=1.0)
     memory_margin: bool = knob(True)
     quantile: float = knob(0.5, least=0.0, most=1.0)
     top: int = knob(10, least=1)

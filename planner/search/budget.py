@@ -12,6 +12,7 @@ from paxtrain.model.fragments import fragment_layers
 from paxtrain.model.parameters import differ, with_attention
 from paxtrain.schedule.schedules import name_of, spec_of
 from planner.cluster.cluster import Cluster
+from planner.cluster.device_sheets import USABLE
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
@@ -38,7 +39,7 @@ class Budget:
         min_ratio: CompressConfig.min_ratio, for what groups exchange.
     """
 
-    usable: float = closed_form.USABLE
+    usable: float = USABLE
     error: str = "lazy"
     scan_layers: str = "auto"
     margin: bool = True
