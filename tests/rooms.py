@@ -76,7 +76,7 @@ _TABLE = {
         "paxtrain/config paxtrain/devices paxtrain/model paxtrain/schedule planner/cluster planner/cost "
         "planner/pipeline planner/runs"
     ),
-    "planner/given": "paxtrain/devices planner/cluster planner/measure",
+    "planner/given": "paxtrain/devices planner/cluster",
     "planner/traced": "paxtrain/config paxtrain/devices paxtrain/model planner/cluster planner/cost planner/given",
     "planner/start": (
         "paxtrain/config paxtrain/process paxtrain/profiling paxtrain/run paxtrain/schedule planner/cluster "

@@ -1,6 +1,6 @@
-"""A fit of the links that were not measured to those that were.
+"""Fits of links: one link to the times of its messages, and links that were not measured to those that were.
 
-Each sender, each receiver and each ordered pair of racks has a factor:
+For the second each sender, each receiver and each ordered pair of racks has a factor:
 
     log(seconds per byte of a -> b) = c + sender[a] + receiver[b] + racks[rack(a), rack(b)]
 
@@ -35,6 +35,32 @@ class Filled:
     samples: np.ndarray
     measured: np.ndarray
     error: float
+
+
+def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fit the latency and the seconds per byte of messages by least squares of the relative errors.
+
+    Neither is negative.
+
+    Args:
+        sizes: [K] bytes.
+        seconds: [..., K].
+
+    Returns:
+        Latency [...] in seconds, and seconds per byte [...], which are above zero.
+    """
+    sizes = np.asarray(sizes, float)
+    # (a + b s) / t = 1, whose normal equations are two by two.
+    u, v = 1 / seconds, sizes / seconds
+    uu, uv, vv, u1, v1 = (x.sum(-1) for x in (u * u, u * v, v * v, u, v))
+    determinant = uu * vv - uv * uv
+    through_zero = v1 / vv
+    if len(sizes) == 1:
+        return np.zeros_like(through_zero), through_zero
+    latency = (vv * u1 - uv * v1) / determinant
+    slope = (uu * v1 - uv * u1) / determinant
+    bent = (latency < 0) | (slope <= 0)
+    return np.where(bent, 0.0, latency), np.where(bent, through_zero, slope)
 
 
 def multiplicative(values: np.ndarray, racks: Sequence[int]) -> np.ndarray:

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paxtrain.errors import UserError
+from planner.cluster.link_fit import fit_line
 from planner.given import nccl_tests, units
 from planner.given.nccl_tests import NcclLog
-from planner.measure.link_timing import fit_line
 
 _LARGE = 1 << 20  # bytes from which a message shows bandwidth
 _SMALL = 1 << 16  # bytes up to which a message shows latency

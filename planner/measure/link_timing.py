@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from planner.cluster.link_fit import fit_line
 from planner.cluster.trunks import Trunks
 
 DevicePairs = list[tuple[int, int]]
@@ -267,32 +268,6 @@ def all_to_all(
 
 
 # --- From times to links ----------------------------------------------------------------------------------------------
-
-
-def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fit the latency and the seconds per byte of messages by least squares of the relative errors.
-
-    Neither is negative.
-
-    Args:
-        sizes: [K] bytes.
-        seconds: [..., K].
-
-    Returns:
-        Latency [...] in seconds, and seconds per byte [...], which are above zero.
-    """
-    sizes = np.asarray(sizes, float)
-    # (a + b s) / t = 1, whose normal equations are two by two.
-    u, v = 1 / seconds, sizes / seconds
-    uu, uv, vv, u1, v1 = (x.sum(-1) for x in (u * u, u * v, v * v, u, v))
-    determinant = uu * vv - uv * uv
-    through_zero = v1 / vv
-    if len(sizes) == 1:
-        return np.zeros_like(through_zero), through_zero
-    latency = (vv * u1 - uv * v1) / determinant
-    slope = (uu * v1 - uv * u1) / determinant
-    bent = (latency < 0) | (slope <= 0)
-    return np.where(bent, 0.0, latency), np.where(bent, through_zero, slope)
 
 
 class LinkTimes:

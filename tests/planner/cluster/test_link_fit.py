@@ -1,10 +1,12 @@
-"""Links that were not measured: the fit predicts them if they follow its model, and estimates its own error."""
+"""Fits of links: a line through exact times, and links that follow the model of the fit, which knows its own error."""
 
 import numpy as np
 import pytest
 
-from planner.cluster.link_fit import fill, multiplicative
+from planner.cluster.link_fit import fill, fit_line, multiplicative
 from planner.measure.link_timing import sampled, tournament
+
+MIB = 1 << 20
 
 
 def synthetic(hosts: int, racks: np.ndarray, noise: float, seed: int = 0) -> np.ndarray:
@@ -102,3 +104,19 @@ def test_a_thousand_hosts_take_a_moment():
     filled = fill(np.where(known, 1e-5, np.nan), samples, np.arange(1024) // 32)
     assert np.isfinite(filled.samples).all()
     assert filled.error < 0.03
+
+
+def test_a_line_through_exact_times_is_exact():
+    sizes = np.array([1, 4, 16]) * MIB
+    alpha, per_byte = np.array([[0.0, 3e-5], [1e-3, 2e-4]]), np.array([[1e-9, 2e-9], [8e-8, 1e-10]])
+    found = fit_line(sizes, alpha[..., None] + per_byte[..., None] * sizes)
+    np.testing.assert_allclose(found[0], alpha, atol=1e-12)
+    np.testing.assert_allclose(found[1], per_byte, rtol=1e-9)
+
+
+def test_a_line_is_never_negative():
+    sizes = np.array([1.0, 2.0]) * MIB
+    alpha, per_byte = fit_line(sizes, np.array([[1e-3, 5e-3], [3e-3, 1e-3]]))  # too steep; falling
+    assert (alpha >= 0).all()
+    assert (per_byte > 0).all()
+    assert fit_line(sizes[:1], np.array([2.0]))[1] == 2.0 / MIB

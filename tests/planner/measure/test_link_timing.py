@@ -10,7 +10,7 @@ import pytest
 from planner.cluster.link_fit import Filled
 from planner.cost.link_seconds import fabric, paths
 from planner.measure import link_timing
-from planner.measure.link_timing import Exchange, LinkTimes, MessageTimes, fit_line, plan_rounds, sampled, tournament
+from planner.measure.link_timing import Exchange, LinkTimes, MessageTimes, plan_rounds, sampled, tournament
 from planner.measure.machines import Machines
 from planner.measure.process_group import ProcessGroup
 from planner.measure.profile_links import fan_out, time_fan_out
@@ -84,22 +84,6 @@ def test_messages_are_as_big_and_as_many_as_said(monkeypatch):
     Exchange(jax.devices(), plan_rounds(8, 1, 1), (2 * MIB,))
     assert "collective_permute" in texts[1]
     assert f"tensor<1x{2 * MIB // 4}xf32>" in texts[1]
-
-
-def test_a_line_through_exact_times_is_exact():
-    sizes = np.array([1, 4, 16]) * MIB
-    alpha, per_byte = np.array([[0.0, 3e-5], [1e-3, 2e-4]]), np.array([[1e-9, 2e-9], [8e-8, 1e-10]])
-    found = fit_line(sizes, alpha[..., None] + per_byte[..., None] * sizes)
-    np.testing.assert_allclose(found[0], alpha, atol=1e-12)
-    np.testing.assert_allclose(found[1], per_byte, rtol=1e-9)
-
-
-def test_a_line_is_never_negative():
-    sizes = np.array([1.0, 2.0]) * MIB
-    alpha, per_byte = fit_line(sizes, np.array([[1e-3, 5e-3], [3e-3, 1e-3]]))  # too steep; falling
-    assert (alpha >= 0).all()
-    assert (per_byte > 0).all()
-    assert fit_line(sizes[:1], np.array([2.0]))[1] == 2.0 / MIB
 
 
 def _enter(book, repeat, number, speeds, echo=1e-4, ratio=1.0):
