@@ -1,6 +1,5 @@
 """What people have at hand instead of a profile, read into a cluster's file and rows of its compute.
 
-text_file.py        text as it was copied
 units.py            rates in gigabytes and gigabits a second
 nccl_tests.py       logs of nccl-tests
 links.py            latencies and bandwidths from them

@@ -21,8 +21,8 @@ import re
 
 import numpy as np
 
+from paxtrain import files
 from paxtrain.errors import UserError
-from planner.given import text_file
 
 KIND = "nccl-tests log"
 _RANK = re.compile(
@@ -99,7 +99,7 @@ def read(path: str | pathlib.Path) -> NcclLog:
     Raises:
         UserError: the file is no whole log of one of the four tests, or its figures contradict each other.
     """
-    text = text_file.read(path, KIND)
+    text = files.read_text(path, KIND)
     try:
         return _parse(str(path), text)
     except UserError as error:

@@ -16,8 +16,9 @@ import re
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
+from paxtrain import files
 from paxtrain.errors import UserError
-from planner.given import text_file, units
+from planner.given import units
 from planner.given.host_topology import HostTopology, Nic
 
 KIND = "NCCL topology"
@@ -34,7 +35,7 @@ def read(path: str | pathlib.Path) -> HostTopology:
     Raises:
         UserError: the file is no such XML, or has no GPUs, or speeds of another unit.
     """
-    text = text_file.read(path, KIND)
+    text = files.read_text(path, KIND)
     try:
         return _parse(str(path), text)
     except UserError as error:

@@ -15,9 +15,9 @@ import dataclasses
 import pathlib
 import re
 
+from paxtrain import files
 from paxtrain.errors import UserError
 from planner.cluster import hostlist
-from planner.given import text_file
 
 KIND = "SLURM topology"
 _PARAMETER = re.compile(r"([A-Za-z]+)=(\S*)")
@@ -57,7 +57,7 @@ def read(path: str | pathlib.Path) -> SlurmTopology:
     Raises:
         UserError: the file names no hosts, or its lines contradict each other.
     """
-    text = text_file.read(path, KIND)
+    text = files.read_text(path, KIND)
     try:
         return _parse(str(path), text)
     except UserError as error:

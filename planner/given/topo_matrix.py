@@ -14,8 +14,8 @@ Older drivers print the NICs' own names (mlx5_0) in place of NIC0. Between colum
 import pathlib
 import re
 
+from paxtrain import files
 from paxtrain.errors import UserError
-from planner.given import text_file
 from planner.given.host_topology import HostTopology, Nic
 
 KIND = "output of nvidia-smi topo -m"
@@ -32,7 +32,7 @@ def read(path: str | pathlib.Path) -> HostTopology:
     Raises:
         UserError: the file holds no whole matrix, or one that is not symmetric.
     """
-    text = text_file.read(path, KIND)
+    text = files.read_text(path, KIND)
     try:
         return _parse(str(path), text)
     except UserError as error:

@@ -9,6 +9,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from paxtrain import files
 from paxtrain.config import Config
 from paxtrain.config.axes import TENSOR, layer_sizes
 from paxtrain.devices import gpus
@@ -16,7 +17,6 @@ from paxtrain.errors import UserError
 from paxtrain.model import parameters
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute
-from planner.given import text_file
 from planner.traced import nsys, torch_trace, xla_trace
 from planner.traced.kernels import NOTHING, SOME, WHOLE_LAYERS, GpuTrace, PartSeconds, part_seconds
 
@@ -63,7 +63,7 @@ def read(path: str | pathlib.Path) -> GpuTrace:
     try:
         if begins == nsys.MAGIC:
             return nsys.read(path)
-        text = text_file.read(path, KIND)
+        text = files.read_text(path, KIND)
         nsys.refuse_summary(text)
         values = torch_trace.loads(text)
         for reader in (torch_trace, xla_trace):
