@@ -26,13 +26,13 @@ _TABLE = {
         "paxtrain/parallel paxtrain/process paxtrain/profiling"
     ),
     "paxtrain/profiling": (
-        "paxtrain/config paxtrain/devices paxtrain/model paxtrain/parallel paxtrain/process paxtrain/run "
+        "paxtrain/config paxtrain/devices paxtrain/model paxtrain/parallel paxtrain/process "
         "paxtrain/schedule paxtrain/xla"
     ),
     "paxtrain/huggingface": "paxtrain/config paxtrain/data paxtrain/model paxtrain/run",
     "paxtrain/study": (
         "compress/codecs paxtrain/config paxtrain/data paxtrain/devices paxtrain/model paxtrain/parallel "
-        "paxtrain/process paxtrain/run paxtrain/xla"
+        "paxtrain/process paxtrain/profiling paxtrain/run paxtrain/xla"
     ),
     "paxtrain/testing": "paxtrain/config paxtrain/model paxtrain/parallel paxtrain/schedule",
     "paxtrain": "paxtrain/config paxtrain/parallel paxtrain/process paxtrain/run paxtrain/schedule",

@@ -12,9 +12,8 @@ from experiments.gpu.section import FULL, TOY, Result, Section, SectionPart
 from experiments.gpu.throughput import SMALL
 from paxtrain.config.load import load_config
 from paxtrain.devices import gpus
-from paxtrain.profiling import ledger
+from paxtrain.profiling import canvas, ledger
 from paxtrain.profiling.breakdown import OVER_TENSOR, breakdown
-from paxtrain.run import plots
 
 # Parts of a trace that are one part of the ledger: the ledger counts the embedding's lookup apart, a trace does not.
 _TRACED = {
@@ -61,9 +60,9 @@ def measure(folder: pathlib.Path, model: str, settings: dict[str, Any], save: st
 
 def _draw(results: dict[str, Result], path: pathlib.Path) -> None:
     """Draw each step's parts as two stacked bars: traced, and estimated."""
-    figure = plots.figure(7, 0.9 + 0.7 * len(results))
+    figure = canvas.figure(7, 0.9 + 0.7 * len(results))
     axes = figure.subplots()
-    plots.style(axes)
+    canvas.style(axes)
     colors = ("#2f6f9f", "#d9622b", "#4f8a3c", "#8a5aa8", "#c9ced3")
     rows = [(f"{r['step']}\n{kind}", r[kind]) for r in results.values() for kind in ("traced", "estimated")]
     left = [0.0] * len(rows)

@@ -19,8 +19,8 @@ from experiments.gpu.section import FULL, TOY, Result, Section, SectionPart
 from experiments.gpu.throughput import SMALL, settings_of
 from paxtrain.config.load import load_config
 from paxtrain.parallel.compiler_options import GRAPHED
+from paxtrain.profiling import canvas
 from paxtrain.profiling.breakdown import LINKS, PARTS, breakdown, by_stage
-from paxtrain.run import plots
 from paxtrain.schedule.schedules import names
 from planner.measure import profile_cluster
 from planner.measure.machines import find_machines
@@ -125,9 +125,9 @@ def links(folder: pathlib.Path, sizes: list[int], turns: int, repeats: int) -> R
 
 def _draw(results: dict[str, Result], path: pathlib.Path) -> None:
     """Draw the tokens/s of every schedule, in groups by part."""
-    figure = plots.figure(7, 0.8 + 0.28 * sum(len(r["schedules"]) for r in results.values()))
+    figure = canvas.figure(7, 0.8 + 0.28 * sum(len(r["schedules"]) for r in results.values()))
     axes = figure.subplots()
-    plots.style(axes)
+    canvas.style(axes)
     labels, values, colors = [], [], []
     palette = ("#2f6f9f", "#d9622b", "#4f8a3c", "#8a5aa8")
     for number, (part, result) in enumerate(results.items()):

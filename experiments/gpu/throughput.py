@@ -17,7 +17,8 @@ from experiments.bench.trainer.throughput import of_one_device
 from experiments.gpu.section import FULL, TOY, Result, Section, SectionPart
 from paxtrain.config.load import load_config
 from paxtrain.devices import datasheets
-from paxtrain.run import metrics, plots
+from paxtrain.profiling import canvas
+from paxtrain.run import metrics
 from paxtrain.schedule.schedules import spec_of
 
 PLAIN = "plain jit"
@@ -72,9 +73,9 @@ def gigabytes(size: float | None) -> str:
 def _draw(results: Iterable[Result], path: pathlib.Path) -> None:
     """Draw tokens/s over the plain step's, and MFU, as bars by model and save mode."""
     rows = list(results)
-    figure = plots.figure(7, 0.6 + 0.32 * len(rows))
+    figure = canvas.figure(7, 0.6 + 0.32 * len(rows))
     axes = figure.subplots()
-    plots.style(axes)
+    canvas.style(axes)
     plain = {row["model"]: row["tokens_per_second"] for row in rows if row["save"] == PLAIN}
     names = [f"{row['model']}, {row['save']}" for row in rows]
     known = all(row["mfu"] is not None for row in rows)

@@ -12,7 +12,7 @@ import jax
 from experiments.gpu.section import FULL, TOY, Result, Section, SectionPart
 from paxtrain.config.load import load_config
 from paxtrain.data.preparation import prepare
-from paxtrain.run import plots
+from paxtrain.profiling import canvas
 from paxtrain.study.runs import Study
 from paxtrain.study.variants import chosen, settled
 from paxtrain.tables import size
@@ -50,9 +50,9 @@ def measure(folder: pathlib.Path, variant: str, settings: dict[str, Any], source
 
 def _draw(results: dict[str, Result], path: pathlib.Path) -> None:
     """Draw the loss of each variant over its bytes."""
-    figure = plots.figure(6.5, 4)
+    figure = canvas.figure(6.5, 4)
     axes = figure.subplots()
-    plots.style(axes)
+    canvas.style(axes)
     for result in results.values():
         dense = result["label"] == _DENSE
         x, y = result["total_bytes"] / 1e6, result["loss"]

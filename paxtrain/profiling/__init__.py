@@ -6,4 +6,5 @@ breakdown.py     a step's seconds, shared out to parts
 terms.py         predicted beside measured terms of a step
 ledger.py        what a compiled step computes, moves and sends on a GPU that is not there
 timeline.py      timelines for Perfetto and as a picture
+canvas.py        an empty figure and the style of all figures, also those of runs and of the study
 """

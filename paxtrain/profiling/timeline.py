@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from paxtrain.config.axes import PIPE, shown
+from paxtrain.profiling import canvas
 from paxtrain.profiling.breakdown import OVER_TENSOR, PARTS, Traced
 from paxtrain.profiling.trace import Part, Span
-from paxtrain.run import plots
 
 # Colors of the parts, in the order in which they are drawn on top of each other.
 COLORS = {
@@ -153,7 +153,7 @@ def draw(traced: Traced, mesh: Mesh) -> Figure:
         chosen.setdefault(place[mesh.axis_names.index(PIPE)], (place, spans))
     begin, end = typical(traced.windows)
     edges = np.linspace(begin, end, _PIECES + 1)
-    page = plots.figure(13, 1.8 + 1.0 * len(chosen))
+    page = canvas.figure(13, 1.8 + 1.0 * len(chosen))
     axes = page.subplots()
     seen: set[str] = set()
     for lane, (_, spans) in enumerate(chosen.values()):
@@ -163,7 +163,7 @@ def draw(traced: Traced, mesh: Mesh) -> Figure:
     lanes = [_place(mesh, place).replace(", ", "\n", 1) for place, _ in chosen.values()]
     axes.set_yticks([lane + _TALL for lane in range(len(lanes))], lanes)
     axes.invert_yaxis()
-    plots.style(axes)
+    canvas.style(axes)
     axes.set_xlim(0, end - begin)
     axes.set_xlabel(f"seconds; each {1e3 * (edges[1] - edges[0]):.2g} ms shows the shares of its parts")
     named = {COLORS[part]: part.partition("/")[0] for part in COLORS if part in seen}  # one name for each color

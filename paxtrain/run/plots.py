@@ -1,4 +1,4 @@
-"""Figures of training runs, and the style of all figures, drawn without a display or pyplot's global state."""
+"""Figures of training runs."""
 
 import itertools
 import math
@@ -7,30 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from paxtrain import files
 from paxtrain.errors import UserError
+from paxtrain.profiling import canvas
 from paxtrain.run import metrics
 
 _TRAIN, _SKIPPED, _RATE = "#2f6f9f", "#b3261e", "#5c6670"
 _OTHERS = ("#d9622b", "#4f8a3c", "#8a5aa8", "#b8901f", "#2f9c95", "#c2578b")
-
-
-def figure(width: float, height: float) -> Figure:
-    """Return an empty figure of the given width and height in inches."""
-    made = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(made)
-    return made
-
-
-def style(axes: Axes) -> None:
-    """Reduce axes to two spines, and draw a light grid behind everything."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, color="#e6e8ea", linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -116,10 +101,10 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
     names = ["loss", *metrics.validation_names(records)]
     if not any(record.get(name) is not None for record in records for name in names):
         raise UserError(f"{jsonl} has no loss yet; train for a step first")
-    page = figure(9, 5.6)
+    page = canvas.figure(9, 5.6)
     top, bottom = page.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     for axes in (top, bottom):
-        style(axes)
+        canvas.style(axes)
         axes.margins(x=0.02)
 
     _draw_losses(top, records)
@@ -152,9 +137,9 @@ def plot_runs(runs: Sequence[str | pathlib.Path], png: str | pathlib.Path) -> No
     Raises:
         UserError: The metrics of a run cannot be read, or have fewer than two steps' losses.
     """
-    page = figure(9, 5)
+    page = canvas.figure(9, 5)
     axes = page.subplots()
-    style(axes)
+    canvas.style(axes)
     axes.margins(x=0.02)
     highest, lowest = -math.inf, math.inf
     for folder, color in zip(map(pathlib.Path, runs), itertools.cycle((_TRAIN, *_OTHERS))):

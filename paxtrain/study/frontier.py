@@ -21,7 +21,7 @@ from paxtrain.devices.datasheets import datasheet
 from paxtrain.model import parameters
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
-from paxtrain.run import plots
+from paxtrain.profiling import canvas
 from paxtrain.study.report import VariantResult, by_run, differences, markdown
 from paxtrain.study.variants import Variant, bare, shortened
 
@@ -256,7 +256,7 @@ def sentences(some: list[CodecLoss]) -> list[str]:
 
 def _panel(axes: Axes, some: list[CodecLoss], amounts: Sequence[float], dense: float, title: str) -> None:
     """Draw the codecs of one axis of the mesh against their bytes or times."""
-    plots.style(axes)
+    canvas.style(axes)
     axes.axhspan(-1, 1, color="#e9f2ea", zorder=0)
     axes.axhline(0, color=_INK, linewidth=0.9)
     axes.plot(dense, 0, color=_INK, marker="D", linestyle="none", label=DENSE)
@@ -298,7 +298,7 @@ def _shown(y: float, axes: Axes) -> bool:
 
 def _draw(axis: str, some: list[CodecLoss], out: pathlib.Path) -> str:
     """Draw the picture of an axis, with a panel for bytes and one for each rate of links, and return its name."""
-    figure = plots.figure(12, 9)
+    figure = canvas.figure(12, 9)
     panels = [("bytes, % of what is sent without a codec", [100 * row.share for row in some], 100.0)]
     dense = CodecLoss(axis, DENSE, 1, 0, [0])
     for rate in RATES:

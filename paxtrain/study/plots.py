@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from paxtrain.config import Config
+from paxtrain.profiling import canvas
 from paxtrain.run import plots
 from paxtrain.study.probe import CsvRow
 from paxtrain.study.report import KINDS, VariantResult, by_run, differences
@@ -121,10 +122,10 @@ def _bytes_by_kind(axes: Axes, runs: ResultsByName) -> None:
 
 def _overview(runs: ResultsByName) -> Figure:
     """Draw losses against bytes, and bytes by kind."""
-    figure = plots.figure(12, 5)
+    figure = canvas.figure(12, 5)
     left, right = figure.subplots(1, 2)
     for axes in (left, right):
-        plots.style(axes)
+        canvas.style(axes)
     _loss_against_bytes(left, runs)
     _bytes_by_kind(right, runs)
     return figure
@@ -132,7 +133,7 @@ def _overview(runs: ResultsByName) -> Figure:
 
 def _losses(runs: ResultsByName) -> Figure:
     """Draw training losses and, below them, the distance of each validation loss from the dense run's."""
-    figure = plots.figure(9, 7)
+    figure = canvas.figure(9, 7)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     bottom.axhspan(-1, 1, color=_BAND, zorder=0)
     bottom.axhline(0, color=_COLORS["dense"], linewidth=0.9)
@@ -153,7 +154,7 @@ def _losses(runs: ResultsByName) -> Figure:
             if len(group) > 1:
                 bottom.fill_between(steps, above.min(0), above.max(0), color=color, alpha=0.12, linewidth=0)
     for axes in (top, bottom):
-        plots.style(axes)
+        canvas.style(axes)
         axes.margins(x=0.01)
     top.set_ylabel("cross-entropy (nats per token)")
     lines = f"training (mean over {window} steps)" if window > 1 else "training"
@@ -179,10 +180,10 @@ def _errors(runs: ResultsByName) -> Figure:
         if name in ("cb_naive", "cb", "cb_epilogue", "everything") and _rows(group, direction)
     ]
     lines = math.ceil(len(panels) / 3)
-    figure = plots.figure(12, 3.3 * lines)
+    figure = canvas.figure(12, 3.3 * lines)
     grid = list(figure.subplots(lines, 3, sharex=True, sharey=True, squeeze=False).flat)
     for axes, (group, direction) in zip(grid, panels):
-        plots.style(axes)
+        canvas.style(axes)
         rows = _rows(group, direction)
         for link in sorted({row["link"] for row in rows}):
             own = [row for row in rows if row["link"] == link]
@@ -207,11 +208,11 @@ def _spectra(runs: ResultsByName, rank: int) -> Figure:
     """Draw singular values of gradients in the dense run at a few steps."""
     rows = runs["dense"][0].spectra
     steps = sorted({row["step"] for row in rows})
-    figure = plots.figure(4 * len(steps), 6.4)
+    figure = canvas.figure(4 * len(steps), 6.4)
     grid = figure.subplots(2, len(steps), sharex="row", sharey=True, squeeze=False)
     for line, kind in zip(grid, ("activations", "weights")):
         for axes, step in zip(line, steps):
-            plots.style(axes)
+            canvas.style(axes)
             some = [row for row in rows if row["gradients_of"] == kind and row["step"] == step]
             for color, matrix in zip(_LINKS, dict.fromkeys(row["matrix"] for row in some)):
                 values = [row["singular_value"] for row in some if row["matrix"] == matrix]
@@ -227,13 +228,13 @@ def _spectra(runs: ResultsByName, rank: int) -> Figure:
 
 def _cosines(runs: ResultsByName, elements: int) -> Figure:
     """Draw histograms of the cosines and of the means of CB's messages."""
-    figure = plots.figure(12, 3.8)
+    figure = canvas.figure(12, 3.8)
     left, right = figure.subplots(1, 2)
     rows = [row for row in _rows(runs["cb"], "backward") if np.isfinite(row.get("cosine", np.nan))]
     chance = 2 / np.sqrt(elements)
     left.axvspan(-chance, chance, color=_BAND, zorder=0, label="95 % of random directions")
     for axes, column in ((left, "cosine"), (right, "change_mean")):
-        plots.style(axes)
+        canvas.style(axes)
         widest = max((abs(row[column]) for row in rows), default=1.0)
         for link in sorted({row["link"] for row in rows}):
             values = [row[column] for row in rows if row["link"] == link]

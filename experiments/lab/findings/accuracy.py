@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from experiments.lab.findings.pairs import FORMS, SOURCE, Pair, Scores, errors, grouped, pairs, score, short_names
 from experiments.lab.page import figures
 from experiments.lab.page.section import Drawing, Section, Target, lab, listed, percent, rank, signed, span, table
-from paxtrain.run import plots
+from paxtrain.profiling import canvas
 
 TITLE = "Predicted against measured step time"
 OURS = next(iter(FORMS))
@@ -104,12 +104,12 @@ def _slow(ours: Form) -> Iterator[Target]:
 
 
 def _draw(found: list[Pair], forms: dict[str, Form]) -> Figure:
-    figure = plots.figure(12, 4.5)
+    figure = canvas.figure(12, 4.5)
     panels = figure.subplots(1, len(FORMS), sharex=True, sharey=True)
     times = np.array([[pair.measured, *pair.predicted.values()] for pair in found])
     line = np.array([times.min() / 1.15, times.max() * 1.15])
     for axes, (name, form) in zip(panels, forms.items()):
-        plots.style(axes)
+        canvas.style(axes)
         band = line * (1 - MAPE.limit), line * (1 + MAPE.limit)
         axes.fill_between(line, *band, color=figures.BAND, zorder=0, label=f"within {MAPE.limit:.0%}")
         axes.plot(line, line, color=figures.INK, linewidth=0.9, zorder=1)

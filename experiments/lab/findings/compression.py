@@ -13,7 +13,7 @@ from experiments.lab.measuring import compression as experiment
 from experiments.lab.page import figures
 from experiments.lab.page.section import Drawing, Section, Target, factor, lab, percent, seconds, span, table
 from experiments.lab.records import Records
-from paxtrain.run import plots
+from paxtrain.profiling import canvas
 
 TITLE, SOURCE = "Compression", "compression.jsonl"
 DENSE, PAPER, ALL = "dense", experiment.SELECTIVE, "everything"
@@ -124,10 +124,10 @@ def _draw_parts(lines: list[dict]) -> Figure:
     spare = iter(figures.COLORS * 2)
     order = [*(part for part in _PARTS if part in known), *(part for part in known if part not in _PARTS)]
     colors = {part: _PARTS.get(part) or next(spare) for part in order}
-    figure = plots.figure(12, 1.7 + 0.34 * len(found[0]))
+    figure = canvas.figure(12, 1.7 + 0.34 * len(found[0]))
     panels = figure.subplots(1, len(lines), sharey=True, squeeze=False)[0]
     for axes, line, kinds in zip(panels, lines, found):
-        plots.style(axes)
+        canvas.style(axes)
         figures.bars_of_parts(axes, kinds, colors)
         axes.set_title(f"communication {_links(line)}", **figures.TITLE)
         axes.set_xlabel("seconds of a step, mean over hosts")

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from experiments.lab.page import figures
 from experiments.lab.page.section import Drawing, factor, table
-from paxtrain.run import plots
+from paxtrain.profiling import canvas
 
 NEAR = 1.01  # of the dense run's last loss
 WORDS = """Validation losses do not depend on the links, so every kind was trained once, from the same state and on the
@@ -54,10 +54,10 @@ class Curve:
 
 
 def _draw(curves: dict[str, Curve], times: dict[str, dict[str, float]], colors: dict[str, str]) -> Figure:
-    figure = plots.figure(12, 4.3)
+    figure = canvas.figure(12, 4.3)
     panels = figure.subplots(1, len(times), sharey=True, squeeze=False)[0]
     for axes, (links, seconds) in zip(panels, times.items()):
-        plots.style(axes)
+        canvas.style(axes)
         for kind, curve in curves.items():
             if kind not in seconds:
                 continue

@@ -25,7 +25,7 @@ from experiments.lab.page.section import (
     table,
 )
 from experiments.lab.records import Records
-from paxtrain.run import plots
+from paxtrain.profiling import canvas
 
 TITLE, ORDERS = "Planned placement", "schedules.jsonl"
 SCENARIO, GAIN = "two_racks", 1.25
@@ -88,7 +88,7 @@ def _gain(found: list[Placed], short: dict[str, str]) -> Target:
 
 
 def _dots(axes: Axes, found: list[Placed], short: dict[str, str]) -> None:
-    plots.style(axes)
+    canvas.style(axes)
     for y, p in enumerate(found):
         axes.scatter(p.measured, [y] * len(p.measured), 22, figures.MUTED, linewidths=0, zorder=2)
         for how, (color, mark) in _MARKS.items():
@@ -116,7 +116,7 @@ def _draw(found: list[Placed], short: dict[str, str]) -> Figure:
     scenarios = list(dict.fromkeys(p.scenario for p in found))
     lines = math.ceil(len(scenarios) / 2)
     most = max(sum(p.scenario == name for p in found) for name in scenarios)
-    figure = plots.figure(12, lines * (1.1 + 0.36 * most))
+    figure = canvas.figure(12, lines * (1.1 + 0.36 * most))
     times = [time for p in found for time in p.measured]
     panels = list(figure.subplots(lines, 2, sharex=True, squeeze=False).flat)
     for axes, name in zip(panels, scenarios):

@@ -11,7 +11,7 @@ from experiments.lab.laboratory import summary
 from experiments.lab.page import figures
 from experiments.lab.page.section import Drawing, Section, Target, factor, lab, percent, seconds, signed, span, table
 from experiments.lab.records import Records
-from paxtrain.run import plots
+from paxtrain.profiling import canvas
 
 TITLE, SOURCE = "Schedules at several link rates", "schedules.jsonl"
 OVERLAPS, EXPOSES, SHARE = "eager_1f1b", "1f1b", 0.2
@@ -50,7 +50,7 @@ def _shown(line: dict) -> Iterator[Iterable[float]]:
 
 
 def _draw(lines: list[dict]) -> Figure:
-    figure = plots.figure(12, 4.4)
+    figure = canvas.figure(12, 4.4)
     left, right = figure.subplots(1, 2, sharey=True)
     rates = [line["rate"] for line in lines]
     for color, name in zip(figures.COLORS, lines[0]["seconds"]):
@@ -79,7 +79,7 @@ def _draw(lines: list[dict]) -> Figure:
             label=name,
         )
     for axes in (left, right):
-        plots.style(axes)
+        canvas.style(axes)
         axes.set_xscale("log")
         figures.plain_log(axes.xaxis, rates)
         axes.set_xlabel("Mbit/s of every link")

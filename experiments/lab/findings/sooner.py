@@ -11,7 +11,7 @@ from experiments.lab.measuring import sooner as experiment
 from experiments.lab.page import figures
 from experiments.lab.page.section import Drawing, Section, Target, lab, percent, seconds, table
 from experiments.lab.records import Records
-from paxtrain.run import plots
+from paxtrain.profiling import canvas
 
 TITLE, SOURCE = "Time to loss", "sooner.jsonl"
 DENSE = "dense"
@@ -39,9 +39,9 @@ def shares(line: dict) -> tuple[float, float, float]:
 
 
 def _draw(lines: list[dict]) -> Figure:
-    figure = plots.figure(9, 3.6)
+    figure = canvas.figure(9, 3.6)
     axes = figure.subplots()
-    plots.style(axes)
+    canvas.style(axes)
     for n, line in enumerate(lines):
         for kind, color in ((DENSE, figures.INK), (line["kind"], figures.COLORS[0])):
             found = curve(line["runs"][kind])

@@ -15,6 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 from paxtrain.model.parameters import flops_per_token
+from paxtrain.profiling import canvas
 from paxtrain.run import metrics, plots
 from paxtrain.run.metrics import Metrics, ProgressLine
 
@@ -213,7 +214,7 @@ def test_a_figure_that_is_cut_off_leaves_the_old_one(tmp_path, monkeypatch):
         pathlib.Path(path).write_bytes(good[:100])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plots.Figure, "savefig", cut_off)
+    monkeypatch.setattr(canvas.Figure, "savefig", cut_off)
     with pytest.raises(KeyboardInterrupt):
         plots.plot_losses(tmp_path / metrics.FILE, png)
     assert png.read_bytes() == good and not list(tmp_path.glob(".loss.png*"))
@@ -258,7 +259,7 @@ def test_figure_of_several_runs(tmp_path, monkeypatch):
                 writer.write(step, {"loss": 1 + rate**step})
             writer.write(40, {"validation_loss": 1.25})
     drawn = []
-    monkeypatch.setattr(plots, "style", drawn.append)
+    monkeypatch.setattr(canvas, "style", drawn.append)
     plots.plot_runs(runs, tmp_path / "losses.png")
     assert imread(tmp_path / "losses.png").shape[:2] == (750, 1350)
     [axes] = drawn
