@@ -7,7 +7,7 @@ import re
 
 from paxtrain.config.axes import AXES
 from tests import sources
-from tests.rooms import MAY_IMPORT, SHARED
+from tests.rooms import BY_STRING, MAY_IMPORT, SHARED
 from tests.sources import ROOT
 
 PRODUCT = ("compress", "paxtrain", "planner")
@@ -44,6 +44,31 @@ def test_rooms_import_what_the_table_allows():
 def test_the_table_allows_no_more():
     pairs = {(room(a), room(b)) for a, b in between_rooms(sources.project())}
     assert {(name, other) for name, others in MAY_IMPORT.items() for other in others} == pairs
+
+
+def by_string(tree):
+    """Yield the rooms of the modules that `import_module` gets as strings, or as strings that begin with a package."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="import_module") | ast.Attribute(attr="import_module"), args=[name, *_]):
+                first = name.values[0] if isinstance(name, ast.JoinedStr) else name
+                text = first.value if isinstance(first, ast.Constant) else ""
+                if text.partition(".")[0] in PRODUCT:
+                    yield "/".join(text.split(".")[:2])
+
+
+def test_the_table_names_what_is_imported_by_a_string():
+    paths = [path for path in sources.project() if path.startswith(PRODUCT)]
+    found = {(path, other) for path in paths for other in by_string(ast.parse((ROOT / path).read_text()))}
+    between = {(path, other) for path, other in found if room(path) != other}
+    assert between == set(BY_STRING.items())
+    assert not any(other in MAY_IMPORT[room(path)] for path, other in between)
+    calls = {
+        'importlib.import_module("paxtrain.huggingface.described").configuration': ["paxtrain/huggingface"],
+        'import_module(f"planner.cost.{name}")': ["planner/cost"],
+        "importlib.import_module(module)": [],
+    }
+    assert {call: [*by_string(ast.parse(call))] for call in calls} == calls
 
 
 def test_every_room_is_in_the_table_and_small():
