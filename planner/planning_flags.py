@@ -16,7 +16,7 @@ from paxtrain.knobs import define, given, integers
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import PAXTRAIN, Cluster
 from planner.cluster.variants import of_devices
-from planner.fit.recalibrate import recalibrated
+from planner.fit.applied import recalibrated
 from planner.planning.inputs import sections
 from planner.planning.loss_budget import read
 from planner.planning.options import PlanOptions

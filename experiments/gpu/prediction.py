@@ -21,7 +21,7 @@ from experiments.gpu.throughput import SMALL, gigabytes
 from paxtrain.config import Config
 from paxtrain.config.load import load_config
 from paxtrain.devices import gpus
-from planner.fit import calibrate
+from planner.fit import fitting
 from planner.measure import profile_cluster
 from planner.measure.machines import find_machines
 from planner.measure.options import ProfileOptions
@@ -147,7 +147,7 @@ def constants(folder: pathlib.Path, model: str, settings: dict[str, Any], cases:
     for layers, micro_batch, save in cases:
         c = _config(model, settings | {"model.layers": layers, "batch.micro_batch": micro_batch}, save)
         trials.append(_trial(c, save in ("layer_inputs", "inputs"), kind, _seconds(c, steps)))
-    fitted = calibrate.fit(trials[:-1], trials[-1:])
+    fitted = fitting.fit(trials[:-1], trials[-1:])
     values = fitted.describe()["clusters"]["this device"]["constants"]
     predictions = fitted.predict(trials)
     return {

@@ -19,7 +19,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import LinkSeconds, Paths, fabric, paths
 from planner.cost.simulate import sharded_step
 from planner.cost.step_time import Problem
-from planner.fit.recalibrate import profile, run_by
+from planner.fit.applied import profile, run_by
 
 Array = np.ndarray
 

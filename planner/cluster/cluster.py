@@ -17,7 +17,7 @@ from planner.cluster.trunks import Trunks
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Shares of its data sheet that an unmeasured device reaches; planner.fit.recalibrate takes them from runs.
+    """Shares of its data sheet that an unmeasured device reaches; planner.fit.applied takes them from runs.
 
     The default of `memory` is fitted to half of the published runs of docs/accuracy.md, which other trainers made.
 

@@ -8,7 +8,7 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
-from planner.fit import calibrate, design
+from planner.fit import design, fitting
 from planner.fit.calibration import Calibration
 from planner.fit.layouts import layouts
 from planner.runs.trials import Trial
@@ -50,7 +50,7 @@ def proposals(
     smaller = [n for n in (2**i for i in range(12)) if n <= max(hosts // _SHARE, 1)]
     runs = [trial for n in smaller for trial in layouts(cluster, model, trainer, n, max(batch * n // hosts, 1))]
     known = [trial for trial in measured if trial.seconds is not None and not trial.beyond]
-    found = calibrate.fit(known, [*known, *plans])
+    found = fitting.fit(known, [*known, *plans])
     plans, runs = _fitting(found, plans), _fitting(found, runs)
     if not plans:
         raise UserError(

@@ -27,8 +27,8 @@ from planner.cost.link_seconds import Fabric, Paths, fabric, paths
 from planner.cost.simulate import sharded_step
 from planner.cost.sizes import MASTER
 from planner.cost.step_time import Executor, Problem, counted, steps
+from planner.fit.applied import LINKS, SHARES, fitted_links, fitted_shares
 from planner.fit.constants import NAMES
-from planner.fit.recalibrate import LINKS, SHARES, fitted_links, fitted_shares
 from planner.fit.stalls import messages
 from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from paxtrain.errors import UserError
 from paxtrain.knobs import knob
-from planner.fit import accuracy, calibrate
+from planner.fit import accuracy, fitting
 from planner.fit.accuracy import Forecast, MemoryScores, Scores, Split
 from planner.runs import trials
 from planner.runs.trials import Trial
@@ -29,7 +29,7 @@ class Repetition(NamedTuple):
 
     forecast: Forecast
     role: np.ndarray
-    calibration: calibrate.Calibration
+    calibration: fitting.Calibration
     scores: dict[str, Scores]
 
 
@@ -71,7 +71,7 @@ def repetition(rows: Sequence[Trial], splits: Sequence[Split], method: str) -> R
     measured = np.array([row.seconds is not None for row in rows])
     role = np.where(measured, "left_out", "not_run").astype("U8")
     for split in splits:
-        calibration = calibrate.fit([rows[i] for i in split.fit], rows, method)
+        calibration = fitting.fit([rows[i] for i in split.fit], rows, method)
         if split is splits[0]:
             forecast = calibration.forecast(rows)
         elif len(split.held):
@@ -80,7 +80,7 @@ def repetition(rows: Sequence[Trial], splits: Sequence[Split], method: str) -> R
     if len(splits) == 1:
         role[splits[0].fit] = "fit"
     else:
-        calibration = calibrate.fit([row for row in rows if row.seconds is not None], rows, method)
+        calibration = fitting.fit([row for row in rows if row.seconds is not None], rows, method)
         if not measured.all():
             missing = np.flatnonzero(~measured)
             forecast.put(missing, calibration.forecast([row for row in rows if row.seconds is None]))
@@ -100,7 +100,7 @@ def judged(rows: Sequence[Trial], others: Sequence[Trial], method: str) -> Repet
         others: the rows that are fitted.
         method: how stages compose an iteration, one of trial_steps.METHODS.
     """
-    calibration = calibrate.fit([row for row in others if row.seconds is not None], rows, method)
+    calibration = fitting.fit([row for row in others if row.seconds is not None], rows, method)
     forecast, measured = calibration.forecast(rows), [i for i, row in enumerate(rows) if row.seconds is not None]
     role = np.full(len(rows), "not_run")
     role[measured] = "held"
@@ -151,7 +151,7 @@ def write(out: pathlib.Path, rows: Sequence[Trial], first: Repetition, title: st
         raise UserError(f"cannot write to --out={out} ({error.strerror}); name a folder that can be written") from error
 
 
-def at_bounds(calibration: calibrate.Calibration) -> list[str]:
+def at_bounds(calibration: fitting.Calibration) -> list[str]:
     """Return a line for each fitted constant that lies at an end of its range."""
     found = calibration.describe()["clusters"].items()
     return [

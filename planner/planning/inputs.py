@@ -22,7 +22,7 @@ from planner.cluster import cluster as clusters
 from planner.cluster.cluster import PAXTRAIN, Cluster
 from planner.cost.coded import coded
 from planner.cost.link_seconds import fabric
-from planner.fit.recalibrate import priced
+from planner.fit.applied import priced
 from planner.placement.climb import racks_of
 from planner.planning.options import PlanOptions
 from planner.runs.trainers import TRAINERS

@@ -19,7 +19,7 @@ from planner.cost.candidate import Candidate, host_order
 from planner.cost.simulate import ideal_step
 from planner.cost.step_time import Problem
 from planner.cost.terms import terms
-from planner.fit.recalibrate import profile_source
+from planner.fit.applied import profile_source
 from planner.memory import closed_form
 from planner.placement.gain import gain
 from planner.planning import kept, loss_budget, to_plan

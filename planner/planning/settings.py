@@ -18,7 +18,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.compute import LayerCosts
 from planner.cost.link_seconds import Paths, fabric
 from planner.cost.step_time import Problem, counted, steps
-from planner.fit.recalibrate import EXECUTED, SHARES
+from planner.fit.applied import EXECUTED, SHARES
 
 Array = np.ndarray
 Setting = Mapping[str, float]

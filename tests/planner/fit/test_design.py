@@ -8,7 +8,7 @@ import pytest
 import paxtrain
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
-from planner.fit import calibrate, design
+from planner.fit import design, fitting
 from planner.fit.constants import CONSTANTS, NAMES
 from planner.fit.layouts import layouts
 from planner.fit.proposals import proposals
@@ -91,7 +91,7 @@ def _regrets(cluster, seed, runs, pick):
     done, left, found = [], list(range(len(small))), []
     for _ in range(runs + 1):
         known = [dataclasses.replace(small[i], seconds=float(seconds[i])) for i in done]
-        calibration = calibrate.fit(known, plans)
+        calibration = fitting.fit(known, plans)
         chosen = calibration.forecast(plans).chosen_by.argmin()
         found.append(true[chosen] / true.min() - 1)
         at = pick(calibration, plans, [small[i] for i in left])

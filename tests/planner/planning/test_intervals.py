@@ -10,7 +10,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
-from planner.fit.recalibrate import priced
+from planner.fit.applied import priced
 from planner.memory.margin import MARGINS, chance
 from planner.placement.place import Placement
 from planner.planning import intervals

@@ -10,7 +10,7 @@ import pytest
 from paxtrain.run import metrics
 from planner.cluster.cluster import attained
 from planner.cost.candidate import Candidate
-from planner.fit.recalibrate import priced
+from planner.fit.applied import priced
 from planner.report import answers, contents, page
 from planner.report import text as report
 from planner.report.svg import width_of

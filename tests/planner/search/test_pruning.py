@@ -15,7 +15,7 @@ from planner.cost.candidate import Candidate, host_order
 from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
-from planner.fit.recalibrate import priced
+from planner.fit.applied import priced
 from planner.pipeline import layers
 from planner.placement import bounds as placement_bounds
 from planner.search import pruning

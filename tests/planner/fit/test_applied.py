@@ -13,9 +13,9 @@ from planner.cluster.cluster import between
 from planner.cost import compute
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
-from planner.fit.calibrate import fit
+from planner.fit.applied import EXECUTED, fitted_links, priced, profile, recalibrated, run_by
 from planner.fit.constants import NAMES
-from planner.fit.recalibrate import EXECUTED, fitted_links, priced, profile, recalibrated, run_by
+from planner.fit.fitting import fit
 from planner.fit.trial_steps import TrialSteps, candidate, cluster_of
 from planner.runs.trials import Trial, parse
 from tests.planner.examples import MODEL, cluster

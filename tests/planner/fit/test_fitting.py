@@ -8,7 +8,7 @@ import pytest
 
 from paxtrain.errors import UserError
 from planner.cost.link_seconds import fabric, paths
-from planner.fit import calibrate, trial_steps
+from planner.fit import fitting, trial_steps
 from planner.fit.constants import CONSTANTS, NAMES
 from planner.fit.trial_steps import TrialSteps
 from planner.runs import trials
@@ -235,9 +235,9 @@ def _measured(rows, noise, seed, factor_spread=0.0, **changes):
     for name, value in changes.items():
         constants[NAMES.index(name)] = value
     model = TrialSteps(rows)
-    cells = sorted({calibrate.cells(row)[0] for row in rows})
+    cells = sorted({fitting.cells(row)[0] for row in rows})
     drawn = dict(zip(cells, np.exp(factor_spread * random.normal(size=len(cells)))))
-    factor = np.array([[[drawn[calibrate.cells(row)[0]]] * model.slots for row in rows]])
+    factor = np.array([[[drawn[fitting.cells(row)[0]]] * model.slots for row in rows]])
     exact = model.seconds(np.broadcast_to(constants, (1, len(rows), len(NAMES))), np.ones_like(factor), factor)[0]
     measured = exact * np.exp(noise * random.normal(size=len(rows)))
     return [dataclasses.replace(row, seconds=float(s)) for row, s in zip(rows, measured)], drawn
@@ -256,12 +256,12 @@ def _halves(rows, count, seed=0):
 def test_predicts_a_cluster_of_its_own_kind_and_an_outlier_changes_little():
     rows, _ = _measured(_grid(), 0.01, 2)
     fitted, held = _halves(rows, 19, 2)
-    error = _error(calibrate.fit(fitted), held)
+    error = _error(fitting.fit(fitted), held)
     assert error < 0.03
     # Control: typical constants predict this cluster far less well.
     assert np.mean(np.abs(seconds(held) / [row.seconds for row in held] - 1)) > 0.06
     spoiled = [dataclasses.replace(fitted[0], seconds=8 * fitted[0].seconds), *fitted[1:]]
-    assert _error(calibrate.fit(spoiled), held) < error + 0.03
+    assert _error(fitting.fit(spoiled), held) < error + 0.03
 
 
 def test_settings_together_are_each_by_itself():
@@ -285,10 +285,10 @@ def test_layer_cost_factors_are_found_bounded_and_one_without_data():
     rows = [
         dataclasses.replace(r, seconds=r.seconds * (2.5 if r.cell == wild else 1)) for r in whole if r.cell != missing
     ]
-    factors = calibrate.fit(rows).factors
+    factors = fitting.fit(rows).factors
     assert ("A100", *reversed_cell(missing)) not in factors and len(factors) == len(drawn) - 1
-    assert factors.pop(("A100", *reversed_cell(wild))) == pytest.approx(calibrate.FACTOR_RANGE[1], rel=1e-3)
-    factors = calibrate.fit(whole).factors
+    assert factors.pop(("A100", *reversed_cell(wild))) == pytest.approx(fitting.FACTOR_RANGE[1], rel=1e-3)
+    factors = fitting.fit(whole).factors
     found = np.log([[factors[cell], drawn[cell]] for cell in factors])
     assert np.corrcoef(found.T)[0, 1] > 0.75 and np.std(found[:, 0] - found[:, 1]) < 0.1
 
@@ -301,7 +301,7 @@ def reversed_cell(cell):
 def test_clusters_keep_constants_of_their_own_and_one_without_rows_gets_what_others_say():
     fast, _ = _measured(_grid("fast"), 0.005, 4, matmul=1.1)
     slow, _ = _measured(_grid("slow"), 0.005, 4, matmul=0.3)
-    calibration = calibrate.fit(fast + slow, _grid("none"))
+    calibration = fitting.fit(fast + slow, _grid("none"))
     at = NAMES.index("matmul")
     assert calibration.clusters["fast"][at] > 2 * calibration.clusters["slow"][at]
     assert _error(calibration, fast + slow) < 0.02
@@ -313,9 +313,9 @@ def test_clusters_keep_constants_of_their_own_and_one_without_rows_gets_what_oth
 
 def test_hosts_of_different_kinds():
     rows, _ = _measured(_grid(kinds="T4;A100;A100;T4"), 0.0, 5)
-    assert [kind for kind, *_ in calibrate.cells(rows[0])] == ["A100", "T4"]
+    assert [kind for kind, *_ in fitting.cells(rows[0])] == ["A100", "T4"]
     fitted, held = _halves(rows, 16)
-    calibration = calibrate.fit(fitted)
+    calibration = fitting.fit(fitted)
     assert set(calibration.speeds) == {"A100", "T4"} and _error(calibration, held) < 0.03
 
 
@@ -324,21 +324,21 @@ def test_devices_and_links_that_no_datasheet_knows():
     rows, _ = _measured(_grid(kinds="", host_gbit="", intra_gbit=""), 0.01, 6)
     rows = [dataclasses.replace(row, seconds=row.seconds * 300) for row in rows]
     fitted, held = _halves(rows, 20)
-    assert _error(calibrate.fit(fitted), held) < 0.06
+    assert _error(fitting.fit(fitted), held) < 0.06
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_few_rows_move_the_whole_scale(count):
     rows, _ = _measured(_grid(), 0.0, 7, matmul=0.2)
     fitted, held = _halves(rows, count)
-    errors = _error(calibrate.fit(fitted), held)
+    errors = _error(fitting.fit(fitted), held)
     assert errors < 0.35 and errors < 0.6 * np.mean(np.abs(seconds(held) / [row.seconds for row in held] - 1))
 
 
 def test_description_names_units_ranges_and_ends():
     rows, _ = _measured(_grid(), 0.0, 8)
     rows = [dataclasses.replace(row, seconds=row.seconds / 40) for row in rows]  # faster than the datasheet allows
-    description = calibrate.fit(rows).describe()
+    description = fitting.fit(rows).describe()
     lab = description["clusters"]["lab"]
     assert lab["rows_fitted"] == len(rows) and list(lab["constants"]) == list(NAMES)
     for entry in lab["constants"].values():
@@ -385,7 +385,7 @@ def test_a_stage_in_the_middle_has_four_messages_a_micro_batch():
 def test_runs_that_stall_are_told_and_their_time_and_number_found():
     rows, ill = _stalled(_piped(), 0.03, 0.3, 11)
     assert 5 < ill.sum() < 30
-    found = calibrate.fit(rows)
+    found = fitting.fit(rows)
     lab = dict(zip(NAMES, found.clusters["lab"]))
     assert lab["stall_seconds"] == pytest.approx(0.3, rel=0.15)
     assert found.rates["lab"].piped == pytest.approx(ill.sum() / sum(row.hosts for row in rows), rel=0.5)
@@ -403,7 +403,7 @@ def test_runs_that_stall_are_told_and_their_time_and_number_found():
 def test_intervals_hold_what_they_say():
     rows, _ = _stalled(_piped(), 0.03, 0.3, 12)
     fitted, held = _halves(rows, 24, 3)
-    forecast = calibrate.fit(fitted).forecast(held)
+    forecast = fitting.fit(fitted).forecast(held)
     measured = np.array([row.seconds for row in held])
     inside = np.mean((forecast.low <= measured) & (measured <= forecast.high))
     assert inside > 0.6 and np.all(forecast.low <= forecast.seconds) and np.all(forecast.seconds <= forecast.high)
@@ -416,7 +416,7 @@ def test_intervals_hold_what_they_say():
 def test_a_model_without_fitted_runs_is_less_certain():
     rows, _ = _stalled(_piped(), 0.0, 0.0, 14)
     small, large = ([row for row in rows if row.hidden == hidden] for hidden in (1024, 2048))
-    one, both = (calibrate.fit(some).predictions(large).noise for some in (small, rows))
+    one, both = (fitting.fit(some).predictions(large).noise for some in (small, rows))
     assert np.all(one > 0.04) and np.all(one > both)
 
 
@@ -424,9 +424,9 @@ def test_a_model_without_fitted_runs_is_less_certain():
 def test_errors_of_a_model_that_is_left_out_widen_intervals_of_others():
     rows, _ = _stalled(_piped(), 0.0, 0.0, 14)
     slow = [dataclasses.replace(r, seconds=r.seconds * (1.5 if r.hidden == 2048 else 1)) for r in rows]
-    alike, different = (calibrate.fit(some).other_model for some in (rows, slow))
+    alike, different = (fitting.fit(some).other_model for some in (rows, slow))
     assert alike < 0.04 < 0.12 < different
-    assert calibrate.fit([row for row in rows if row.hidden == 1024]).other_model == 0.04  # of one model
+    assert fitting.fit([row for row in rows if row.hidden == 1024]).other_model == 0.04  # of one model
 
 
 def test_a_step_over_nvlink_takes_microseconds():
@@ -436,21 +436,21 @@ def test_a_step_over_nvlink_takes_microseconds():
     cases |= {("nanotron", "T4", ""): whole, ("nanotron", "A100", "100"): whole}
     for (trainer, kind, rate), high in cases.items():
         row = trial(trainer=trainer, device_kinds=kind, intra_gbit=rate)
-        assert calibrate.ranges([row])[at, 1] == high
+        assert fitting.ranges([row])[at, 1] == high
 
 
 def test_many_rows_begin_with_few(monkeypatch):
     rows, _ = _measured([row for row in _grid() for _ in range(3)], 0.01, 2)
-    whole = calibrate.fit(rows).predict(rows)
-    monkeypatch.setattr(calibrate, "_FEW", 30)
-    np.testing.assert_allclose(calibrate.fit(rows).predict(rows), whole, rtol=0.03)
+    whole = fitting.fit(rows).predict(rows)
+    monkeypatch.setattr(fitting, "_FEW", 30)
+    np.testing.assert_allclose(fitting.fit(rows).predict(rows), whole, rtol=0.03)
 
 
 @pytest.mark.once
 def test_trainers_own_constants_and_have_no_factors():
     rows, _ = _stalled(_piped(), 0.0, 0.0, 13)
     other = [dataclasses.replace(row, cluster="other") for row in rows]
-    found = calibrate.fit([*rows, *other])
+    found = fitting.fit([*rows, *other])
     for name, lab, more in zip(NAMES, found.clusters["lab"], found.clusters["other"]):
         if CONSTANTS[NAMES.index(name)].owner == "trainer":
             assert lab == more, name
