@@ -18,7 +18,7 @@ from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import Config
 from paxtrain.errors import UserError
 from paxtrain.outer.trainer import trainer_of
-from paxtrain.parallel import stage_choice
+from paxtrain.parallel import compressed_stages
 from paxtrain.parallel.compression import checks
 from paxtrain.parallel.mesh import host_major, make_mesh
 from paxtrain.process import distributed
@@ -40,7 +40,7 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
     checks.check(trainer.compression)
     state = trainer.init(config.run.seed)
     if config.compress.data.stages == "selective":
-        chosen = stage_choice.choose(trainer, state)[0].chosen()
+        chosen = compressed_stages.choose(trainer, state)[0].chosen()
         ranks = tuple(trainer.compression.level if s in chosen else 0 for s in range(config.mesh.pipe))
         trainer = dataclasses.replace(trainer, stage_ranks=ranks)
     shape, sharding = trainer.abstract_batch().shape, trainer.batch_sharding

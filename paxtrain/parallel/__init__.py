@@ -5,10 +5,8 @@ mesh.py layout.py            devices by axes; how parameters lie on them
 weights.py                   the weights' gather over data, before the pipeline
 reduction.py                 when a stage reduces which of its gradients over data
 gradients.py                 the collectives that do it, and the exchange of the tied embedding's gradients
-embedding.py                 the codec of the embedding's gradients
-compression/                 codecs of the links, reducer, their checks
-ranks.py                     ranks of the stages over data
-stage_choice.py              the stages to compress, from measured times
+compression/                 codecs of the links and of the embedding, reducer, ranks, their checks
+compressed_stages.py         the stages to compress, from measured times
 optimizer.py muon.py         the update; learning rates
 compiler_options.py          XLA's options for the step
 """

@@ -23,8 +23,8 @@ from compress.codec import State, Tree
 from compress.collectives import Axis, all_gather, axis_size, narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
 from paxtrain.config.axes import AXES, PIPE, replica_axes, token_axes
+from paxtrain.parallel.compression.embedding import scatter_dim
 from paxtrain.parallel.compression.settled import Compression
-from paxtrain.parallel.embedding import scatter_dim
 from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.parallel.weights import on_edges
 from paxtrain.pipeline.collectives import gather, permute

@@ -18,8 +18,8 @@ from compress.reducer import LeftOut, Shard, each, gather, stored
 from paxtrain.config.axes import AXES, PIPE
 from paxtrain.model import parameters
 from paxtrain.parallel import gradients
+from paxtrain.parallel.compression.embedding import scatter_dim
 from paxtrain.parallel.compression.settled import Compression
-from paxtrain.parallel.embedding import scatter_dim
 from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.parallel.weights import gather_each
 from paxtrain.pipeline.closing import store

@@ -21,10 +21,10 @@ from paxtrain.errors import UserError
 from paxtrain.huggingface import importing
 from paxtrain.outer.timetable import Timetable
 from paxtrain.outer.trainer import GroupedTrainer, trainer_of
-from paxtrain.parallel import stage_choice
+from paxtrain.parallel import compressed_stages
 from paxtrain.parallel.compression import checks
+from paxtrain.parallel.compression.ranks import Ranks, StageRanks
 from paxtrain.parallel.mesh import from_process_rows, process_rows
-from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import TrainState
 from paxtrain.process import distributed
 from paxtrain.process.progress import Progress
@@ -353,7 +353,7 @@ class PreparedRun:
         if self._ranks is None:
             chosen = self.trainer.compression.levels
             if self.config.compress.data.stages == "selective" and self.trainer.compression.reducer is not None:
-                times, source = stage_choice.choose(self.trainer, state)
+                times, source = compressed_stages.choose(self.trainer, state)
                 stages = times.chosen()
                 chosen = tuple(self.trainer.compression.level if s in stages else 0 for s in range(len(chosen)))
                 self.say(table(report.stage_times(times, stages, source)))

@@ -12,8 +12,8 @@ from paxtrain.config import Config, OptimizerConfig, read_section, to_dict
 from paxtrain.config.axes import in_words
 from paxtrain.model import parameters
 from paxtrain.outer.trainer import GroupedTrainer
+from paxtrain.parallel.compressed_stages import StageTimes
 from paxtrain.parallel.optimizer import learning_rate
-from paxtrain.parallel.stage_choice import StageTimes
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
 from paxtrain.tables import size, some

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 
 from paxtrain.config.options import NO_OPTIONS
+from paxtrain.parallel.compression.ranks import Ranks
 from paxtrain.parallel.compression.settled import CodecStates
-from paxtrain.parallel.ranks import Ranks
 from paxtrain.parallel.step import Trainer, TrainState
 
 _K = TypeVar("_K", bound=Hashable)

@@ -17,8 +17,8 @@ from paxtrain.data.datasets import DataSets
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.parallel.compression import checks
+from paxtrain.parallel.compression.ranks import Ranks, StageRanks
 from paxtrain.parallel.mesh import make_mesh
-from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.process import compilation_cache
 from paxtrain.run import checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 from paxtrain.config import CompressConfig, Config
 from paxtrain.config.options import LINKED, NO_OPTIONS, OTHERS, PLACES
 from paxtrain.errors import UserError
-from paxtrain.parallel.stage_choice import StageTimes
+from paxtrain.parallel.compressed_stages import StageTimes
 
 # What goes through a codec, in labels.
 _WORDS = {"backward": "gradients", "forward": "activations", "data": "over data"}

@@ -288,7 +288,7 @@ class Coded:
         assert self.outer is not None
         return _reducer_state(self.outer, shape, groups, False)
 
-    # --- The embedding's gradients, exchanged as in paxtrain.parallel.embedding ---------------------------------------
+    # --- The embedding's gradients, exchanged as in paxtrain/parallel/compression/embedding.py ------------------------
 
     def _of_table(self) -> "Reducer":
         """Return the reducer of the embedding's gradients over data."""

@@ -9,7 +9,7 @@ import pytest
 
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
-from paxtrain.parallel import stage_choice
+from paxtrain.parallel import compressed_stages
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
 from paxtrain.parallel.step import Trainer
@@ -275,14 +275,14 @@ def test_measured_times_are_of_one_stage_at_a_time(home):
     values = {"mesh": {"data": 2, "pipe": 2}, "model": {"layers": 2, "hidden": 32, "heads": 2, "dtype": "float32"}}
     c = from_dict(values | {"compress": {"data": {"stages": "all", "rank": 4}}})
     trainer = small.trainer(c)
-    assert stage_choice.finish_rows(trainer) == (trainer.schedule.rows, trainer.schedule.rows - 1)
+    assert compressed_stages.finish_rows(trainer) == (trainer.schedule.rows, trainer.schedule.rows - 1)
     late = from_dict(values | {"pipeline": {"schedule": "zb_h1"}, "compress": {"data": {"stages": "all", "rank": 4}}})
     split = Trainer(late, trainer.mesh)  # gradients of weights come last, on all stages
-    assert stage_choice.finish_rows(split) == (split.schedule.rows, split.schedule.rows)
+    assert compressed_stages.finish_rows(split) == (split.schedule.rows, split.schedule.rows)
     state = trainer.abstract_state()
-    _, grads = jax.eval_shape(stage_choice.pipelined(trainer), state.params, trainer.abstract_batch(), state.codec)
+    _, grads = jax.eval_shape(compressed_stages.pipelined(trainer), state.params, trainer.abstract_batch(), state.codec)
     for rank in (0, 4):
-        program = stage_choice.reduction(trainer, rank)
+        program = compressed_stages.reduction(trainer, rank)
         lowered = program.lower(jnp.int32(0), grads, state.codec["data"])
         found = hlo.collectives(lowered.compile().as_text(), unknown_trip_count=0)
         assert sum(op.executions for op in found) == 0

@@ -30,8 +30,8 @@ from paxtrain.config import Config
 from paxtrain.config.axes import AXES, PIPE
 from paxtrain.config.options import LINKED
 from paxtrain.errors import UserError
+from paxtrain.parallel.compression.embedding import TableCodec
 from paxtrain.parallel.compression.named import named_codec, named_reducer
-from paxtrain.parallel.embedding import TableCodec
 from paxtrain.parallel.layout import Layout
 from paxtrain.pipeline.executor import Links
 from paxtrain.schedule.table import Schedule

@@ -11,7 +11,7 @@ from compress import Identity
 from paxtrain.errors import UserError
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression import checks
-from paxtrain.parallel.embedding import TableCodec
+from paxtrain.parallel.compression.embedding import TableCodec
 from paxtrain.parallel.mesh import device_spec, spread
 from paxtrain.parallel.mesh import local as local_of
 from paxtrain.study import probe
