@@ -23,7 +23,6 @@ from compress.codec import State, Tree
 from compress.collectives import Axis, all_gather, axis_size, narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
 from paxtrain.config.axes import AXES, PIPE, replica_axes, token_axes
-from paxtrain.parallel.compression.embedding import scatter_dim
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.parallel.weights import on_edges
@@ -92,7 +91,7 @@ def reduce_tables(compression: Compression, grads: Params, state: State, edges: 
     x = grads["token"]
     axes, dim = left_to_reduce(layout, "embedding", "token"), layout.data_dims()["embedding"]["token"]
     if layout.config.model.tied_head:
-        dim = scatter_dim(layout)
+        dim = layout.scatter_dim
     if axes is None:
         return {"token": x}, state
 
@@ -120,7 +119,7 @@ def exchange_tied(compression: Compression, x: jax.Array, state: State) -> tuple
     layout = compression.layout
     if compression.tables is not None:
         return compression.tables.gather(*compression.tables.add_ends(x, state))
-    dim, scattered = max(layout.data_dims()["embedding"]["token"] - 1, -1), scatter_dim(layout)
+    dim, scattered = max(layout.data_dims()["embedding"]["token"] - 1, -1), layout.scatter_dim
     total = _swap_edges(layout, x)
     if layout.config.mesh.replicas == 1 or dim == scattered:
         return total, state

@@ -272,6 +272,23 @@ class Layout:
         return len(self.ends) > 1 and self.config.model.tied_head
 
     @property
+    def table_shape(self) -> tuple[int, int]:
+        """Shape of a device's part of one vocabulary table, [V/T, H]."""
+        rows, columns = self.rows["embedding", "token"].shape(self.config.model, self.config.mesh.sizes)
+        return rows, columns
+
+    @property
+    def scatter_dim(self) -> int:
+        """Dim along which the tied table's gradient is scattered over data, or -1 if it is all-reduced.
+
+        Without ZeRO-1 the table is scattered for the sum only, over its rows, a multiple of vocab_multiple.
+        """
+        data, dim = self.config.mesh.replicas, max(self.data_dims()["embedding"]["token"] - 1, -1)
+        if self.config.compress.embedding.sync == "unfused" or data == 1:
+            return -1
+        return dim if dim >= 0 else next((d for d, n in enumerate(self.table_shape) if n % data == 0), -1)
+
+    @property
     def tables(self) -> int:
         """Number of tables of the vocabulary on a stage."""
         return self.config.model.tables if len(self.ends) == 1 else 1

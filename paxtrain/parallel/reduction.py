@@ -18,7 +18,6 @@ from compress.reducer import LeftOut, Shard, each, gather, stored
 from paxtrain.config.axes import AXES, PIPE
 from paxtrain.model import parameters
 from paxtrain.parallel import gradients
-from paxtrain.parallel.compression.embedding import scatter_dim
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.parallel.weights import gather_each
@@ -204,7 +203,7 @@ class DataReduction:
         embedding = jax.tree.map(lambda x: x[None], {k: x for k, x in grads.embedding.items() if k != "token"})
         table = grads.embedding["token"]
         if layout.config.model.tied_head:
-            own = front(table, scatter_dim(layout), "embedding", "token")
+            own = front(table, layout.scatter_dim, "embedding", "token")
             table, tables = gradients.exchange_tied(self.compression, own, tables)
             table = table[None]
         else:

@@ -22,27 +22,6 @@ from paxtrain.parallel.weights import on_edges
 from paxtrain.pipeline.messages import StageCrossing, among
 
 
-def table_shape(layout: Layout) -> tuple[int, int]:
-    """Return the shape of a device's part of one table, [V/T, H]."""
-    model = layout.config.model
-    rows, columns = layout.rows["embedding", "token"].shape(model, layout.config.mesh.sizes)
-    return rows, columns
-
-
-def scatter_dim(layout: Layout) -> int:
-    """Return the dim along which the tied table's gradient is scattered over data, or -1 if it is all-reduced.
-
-    Without ZeRO-1 the table is scattered for the sum only, over its rows, whose number is a multiple of vocab_multiple.
-
-    Args:
-        layout: Layout of the parameters.
-    """
-    data, dim = layout.config.mesh.replicas, max(layout.data_dims()["embedding"]["token"] - 1, -1)
-    if layout.config.compress.embedding.sync == "unfused" or data == 1:
-        return -1
-    return dim if dim >= 0 else next((d for d, n in enumerate(table_shape(layout)) if n % data == 0), -1)
-
-
 class TableState(NamedTuple):
     """State of the codec on one device; () if nothing is sent there.
 
@@ -91,12 +70,12 @@ class TableCodec:
     def shape(self) -> tuple[int, ...]:
         """Shape of a device's gradient: [V/T, H] of a tied table, otherwise [1 or 2, V/T, H]."""
         several = () if self._tied else (self.layout.tables,)
-        return *several, *table_shape(self.layout)
+        return *several, *self.layout.table_shape
 
     @property
     def shard(self) -> Shard:
         """Part of the mean over data of a table that a rank has after the first step."""
-        dim = scatter_dim(self.layout) if self._tied else self.layout.data_dims()["embedding"]["token"]
+        dim = self.layout.scatter_dim if self._tied else self.layout.data_dims()["embedding"]["token"]
         return Shard(self.layout.replica_axes, self.layout.config.mesh.replicas, dim)
 
     @functools.cached_property
