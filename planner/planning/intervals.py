@@ -25,7 +25,7 @@ from planner.planning.settings import COMPUTE, LINKS, PlanSettings, PricedPlan
 from planner.report.contents import Outlook
 from planner.runs.trainers import TRAINERS
 from planner.search.search import Search
-from planner.search.trials import Found, handicap
+from planner.search.tried import Found, handicap
 
 Array = np.ndarray
 

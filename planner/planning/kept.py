@@ -73,8 +73,8 @@ def keep(search: Search, asked: object, findings: Findings) -> None:
         "offers": None if offers is None else [[offer.compress, _packed(offer.found)] for offer in offers],
         "comparisons": [_fields(one) for one in findings.comparisons],
         "noise": findings.noise,
-        "placements": [[mesh, np.array(some).tolist()] for mesh, some in search.trials.pools.found.items()],
-        "splits": list(search.trials.splits.found.items()),
+        "placements": [[mesh, np.array(some).tolist()] for mesh, some in search.tried.pools.found.items()],
+        "splits": list(search.tried.splits.found.items()),
     }
     files.keep(files.kept_file(FOLDER, key), value)
 
@@ -119,8 +119,8 @@ def _recalled(search: Search, value: dict[str, Any]) -> Findings | None:
     priced += [(near.found, _without(search.cluster, near.left_out)) for near in nearby]
     if not all(_has_its_price(search, found, cluster) for found, cluster in priced):
         return None
-    search.trials.pools.found = {tuple(mesh): list(np.array(some)) for mesh, some in value["placements"]}
-    search.trials.splits.found = {tuple(stages): list(map(tuple, some)) for stages, some in value["splits"]}
+    search.tried.pools.found = {tuple(mesh): list(np.array(some)) for mesh, some in value["placements"]}
+    search.tried.splits.found = {tuple(stages): list(map(tuple, some)) for stages, some in value["splits"]}
     return Findings(outcome, value["chosen"], nearby, offers, comparisons, noise)
 
 

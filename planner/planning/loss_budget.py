@@ -131,7 +131,7 @@ def choose(
     for n, combination in enumerate(some):
         search = _search(values, cluster, options, global_batch, combination)
         if search is not None:
-            search.trials.pools = dense.trials.pools
+            search.tried.pools = dense.tried.pools
             searches.append((float(search.scores.min()), n, search))
     say(f"comparing {len(searches)} combinations of codecs")
     best = np.inf

@@ -7,7 +7,7 @@ from planner.report.contents import Report
 from planner.report.questions import Scaling, WhatIf
 from planner.report.svg import GRID, HALO, INK, SOFT, Svg, duration, ticks
 from planner.report.text import aligned, hosts, labelled, longer, mesh, percent, schedule, share, tokens
-from planner.search.trials import Found
+from planner.search.tried import Found
 
 _ACCENT, _MAIN = "#d55e00", "#2f6f9f"
 

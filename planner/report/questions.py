@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from planner.search.trials import Found
+from planner.search.tried import Found
 
 
 class FreeChoice(NamedTuple):

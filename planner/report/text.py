@@ -14,7 +14,7 @@ from planner.report import groups, losses, traffic
 from planner.report.contents import Report, gap, quicker, slower
 from planner.report.svg import duration
 from planner.search.baselines import NO_COMPRESSION
-from planner.search.trials import Found
+from planner.search.tried import Found
 
 WIDTH = 120  # columns of a terminal
 

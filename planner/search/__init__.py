@@ -4,7 +4,7 @@ search.py                    bound, simulate, rank, place
 space.py enumeration.py      candidates as columns; all that the trainer accepts
 budget.py                    those that fit into memory
 pruning.py                   lower bounds in closed form
-trials.py pool.py            candidates on known placements; the placements of each mesh
+tried.py pool.py             candidates on known placements; the placements of each mesh
 splitting.py                 layers per stage
 refine.py                    plan, placement and layers chosen together
 nearby.py                    quicker plans on fewer hosts, and for batches near by

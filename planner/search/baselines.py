@@ -14,7 +14,7 @@ from planner.pipeline import layers
 from planner.placement.rules import amp_rule, pipette_rule
 from planner.search import pruning
 from planner.search.search import Search
-from planner.search.trials import Found
+from planner.search.tried import Found
 
 NO_COMPRESSION = "no compression"  # name of the comparison with the quickest plan that compresses nothing
 

@@ -22,7 +22,7 @@ from planner.cost import compute
 from planner.placement.climb import racks_of
 from planner.search.search import Search
 from planner.search.space import Choices
-from planner.search.trials import Found
+from planner.search.tried import Found
 
 Array = np.ndarray
 

@@ -15,7 +15,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.step_time import Problem
 from planner.placement.bounds import lower
 from planner.placement.place import Placement, are_few, place, quickly
-from planner.search.trials import Found, Trials, handicap
+from planner.search.tried import Found, Tried, handicap
 
 Array = np.ndarray
 
@@ -50,8 +50,8 @@ class Refinement:
         quick: most of them to place quickly.
     """
 
-    def __init__(self, trials: Trials, gain: float, seed: int, most: int, quick: int | None = None) -> None:
-        self.trials, self.gain, self.seed, self.most = trials, gain, seed, most
+    def __init__(self, tried: Tried, gain: float, seed: int, most: int, quick: int | None = None) -> None:
+        self.tried, self.gain, self.seed, self.most = tried, gain, seed, most
         self.quick = _QUICK * bool(most) if quick is None else quick
         self.found: dict[int, Found] = {}
         self.placed = 0
@@ -163,16 +163,16 @@ class Refinement:
             return f.screened
         known, closest = self._bounds.get(self._name(f), (0.0, False))
         if not closest and known < enough:
-            known = lower(self._problem(f), self.trials.fabric, enough)
+            known = lower(self._problem(f), self.tried.fabric, enough)
             self._bounds[self._name(f)] = known, known < enough
         return known
 
     def _few(self, f: Found) -> bool:
         """Return whether a plan's placements are so few that all are evaluated if it is placed thoroughly."""
-        return are_few(f.candidate, self.trials.cluster)
+        return are_few(f.candidate, self.tried.cluster)
 
     def _problem(self, f: Found) -> Problem:
-        return Problem(self.trials.cluster, self.trials.model, f.candidate)
+        return Problem(self.tried.cluster, self.tried.model, f.candidate)
 
     def _place(self, f: Found, effort: int) -> None:
         """Place a plan, split its layers anew, and try what was found with the others of its mesh.
@@ -189,7 +189,7 @@ class Refinement:
         for _ in range(_ROUNDS[few] * effort):
             before = f
             # Their splits are kept at first, since on the placement of another split that split is the best.
-            others = [self._once(other, 0) for other in self.trials.variants(f, _SPLITS[few], bool(few))]
+            others = [self._once(other, 0) for other in self.tried.variants(f, _SPLITS[few], bool(few))]
             for n, other in enumerate(sorted(others, key=self.key)):
                 if n < _CAREFUL[few] and other.seconds < f.seconds * (1 + _CLOSE[few]):
                     other = self._settled(self._once(other, 1), 0)
@@ -200,32 +200,32 @@ class Refinement:
 
     def _settled(self, f: Found, effort: int) -> Found:
         """Return a plan after turns of placing and of splitting anew, until neither makes it quicker."""
-        trials, few = self.trials, self._few(f)
+        tried, few = self.tried, self._few(f)
         if not few:
-            f = trials.around(self._resplit(f))
+            f = tried.around(self._resplit(f))
         for turn in range(_TURNS[few]):
             f = self._once(f, effort if turn == 0 else 0)
-            again = trials.around(self._resplit(f))
+            again = tried.around(self._resplit(f))
             self._keep(f)
             if again.seconds >= f.seconds * (1 - _WORTH):
                 break
             f = again
-            trials.splits.keep(self._problem(f))
+            tried.splits.keep(self._problem(f))
         self._keep(f)
         return f
 
     def _once(self, f: Found, effort: int) -> Found:
         """Return a plan with its split on the best placement found for it."""
-        trials, start, name = self.trials, f.placement.hosts, self._name(f)
+        tried, start, name = self.tried, f.placement.hosts, self._name(f)
         self._done[name] = max(self._done.get(name, -1), effort)
         problem = self._problem(f)
         if (name, effort) in self._exact:
             placement = self._exact[name, effort]
         elif effort > 0:
-            placement = place(problem, trials.fabric, seed=self.seed, start=start, bound=self.bound(f))
+            placement = place(problem, tried.fabric, seed=self.seed, start=start, bound=self.bound(f))
         else:
-            known = trials.pools.of(problem).hosts
-            placement = quickly(problem, trials.fabric, np.concatenate([start[None], known]), seed=self.seed)
+            known = tried.pools.of(problem).hosts
+            placement = quickly(problem, tried.fabric, np.concatenate([start[None], known]), seed=self.seed)
         if placement.source == "exact":  # wherever the search begins
             self._exact[name, effort] = placement
         better = placement.source == "exact" or placement.seconds < f.seconds
@@ -233,10 +233,10 @@ class Refinement:
 
     def _resplit(self, f: Found) -> Found:
         """Return the plan with the best of the splits that suit its placement."""
-        hosts, known = f.placement.hosts, self.trials.splits.found.get((f.candidate.pipe, f.candidate.chunks), ())
+        hosts, known = f.placement.hosts, self.tried.splits.found.get((f.candidate.pipe, f.candidate.chunks), ())
         asked = f.index, tuple(known), hosts.tobytes()
         if asked not in self._split:
-            [self._split[asked]] = self.trials.simulate([f.index], only=hosts[None])
+            [self._split[asked]] = self.tried.simulate([f.index], only=hosts[None])
         other = self._split[asked]
         return other if other.seconds < f.seconds else f
 
@@ -244,7 +244,7 @@ class Refinement:
         """Keep a plan if it is better than the one known, and try its placement with others of its mesh."""
         if f.seconds < self.found[f.index].seconds or self.found[f.index].placement.hosts is f.placement.hosts:
             self.found[f.index] = f
-        if not self.trials.pools.add(self._problem(f), f.placement.hosts):
+        if not self.tried.pools.add(self._problem(f), f.placement.hosts):
             return
         best = self.key(self.best)
         mesh = kind_of(f.candidate)[:3]
@@ -265,6 +265,6 @@ class Refinement:
         some = few[:_AGAIN]
         if not some:
             return
-        for other in self.trials.simulate([s.index for s in some], only=f.placement.hosts[None]):
+        for other in self.tried.simulate([s.index for s in some], only=f.placement.hosts[None]):
             if other.seconds < self.found[other.index].seconds:
                 self.found[other.index] = other

@@ -29,7 +29,7 @@ from planner.search.budget import Budget
 from planner.search.enumeration import enumerate_candidates
 from planner.search.refine import Refinement
 from planner.search.space import Choices, Space, candidate_of
-from planner.search.trials import Found, Trials
+from planner.search.tried import Found, Tried
 
 Array = np.ndarray
 
@@ -113,12 +113,12 @@ class Search:
         self.global_batch, self.choices = global_batch, choices
         self.fabric = fabric(cluster, options.quantile)
         self.space = enumerate_candidates(cluster, model, global_batch, choices)
-        self.trials = Trials(cluster, model, self.fabric, self.space, budget, options.uneven, choices)
-        self.bytes = self.trials.bytes
+        self.tried = Tried(cluster, model, self.fabric, self.space, budget, options.uneven, choices)
+        self.bytes = self.tried.bytes
         self.limit, self.coded = budget.limit(cluster), choices.coded
         bounds = pruning.lower_bound(cluster, model, self.space, self.coded)
         self.bounds = np.where(self.bytes <= self.limit, bounds, np.inf)
-        self.trials.bounds = self.bounds
+        self.tried.bounds = self.bounds
         kinds = (self.space.backward > 0).astype(float) + (self.space.data_rank > 0)
         kinds = kinds + (self.space.pipe > 1) * self.coded.compresses_forward
         self._handicaps = 1 + options.gain * kinds
@@ -132,7 +132,7 @@ class Search:
     def among(self, choices: Choices) -> "Search":
         """Return a search among other choices that knows the placements that this one has found."""
         other = Search(self.cluster, self.model, self.global_batch, choices, self.budget, self.options)
-        other.trials.pools = self.trials.pools
+        other.tried.pools = self.tried.pools
         return other
 
     def require_one(self) -> None:
@@ -157,9 +157,9 @@ class Search:
 
         Args:
             some: places of the candidates in the space.
-            limit: seconds; see `Trials.simulate`.
+            limit: seconds; see `Tried.simulate`.
         """
-        return self.trials.simulate(some, limit=limit)
+        return self.tried.simulate(some, limit=limit)
 
     def without_compression(self, chosen: Found) -> Found:
         """Return the quickest plan on known placements that compresses nothing, or the chosen one if it does not."""
@@ -202,7 +202,7 @@ class Search:
         order = np.argsort(scores, kind="stable")
         order = order[np.isfinite(scores[order])]
         top, placed = top or self.options.top, self.options.placed if placed is None else placed
-        refined = Refinement(self.trials, self.options.gain, self.options.seed, placed, quick)
+        refined = Refinement(self.tried, self.options.gain, self.options.seed, placed, quick)
         points = self._rank(order, scores, top, limit, refined, progress)
         if not refined.found:
             raise UserError(
@@ -210,7 +210,7 @@ class Search:
                 "--uneven_data=both would work"
             )
         refined.carefully(progress)
-        ranked = [self._bounded(f, refined) for f in self.trials.completed(refined.ranked(top))]
+        ranked = [self._bounded(f, refined) for f in self.tried.completed(refined.ranked(top))]
         ranked = sorted(map(self._spared, ranked), key=refined.key)
         return Outcome(
             ranked=ranked,

@@ -19,7 +19,7 @@ from planner.planning.settings import COMPUTE, PlanSettings, PricedPlan, with_se
 from planner.search.budget import Budget
 from planner.search.search import Options, Search
 from planner.search.space import Choices
-from planner.search.trials import Found
+from planner.search.tried import Found
 from tests.planner.examples import MODEL, cluster
 
 DRAWS = 300

@@ -22,7 +22,7 @@ from planner.search.budget import Budget
 from planner.search.nearby import Nearby
 from planner.search.search import Options, Outcome, Search
 from planner.search.space import Choices
-from planner.search.trials import Found
+from planner.search.tried import Found
 from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
 

@@ -89,7 +89,7 @@ def _within(
     return found
 
 
-class Trials:
+class Tried:
     """The simulations of a space's candidates.
 
     Attributes:
@@ -170,7 +170,7 @@ class Trials:
     def _by_speed(
         self, problems: list[Problem], used: list[tuple[Array, Paths]], memory: list[float], index: list[int]
     ) -> tuple[list[Problem], list[tuple[Array, Paths]], list[float], list[int]]:
-        """Return trials, those of uneven data ranks with the numbers of micro-batches that suit their placements.
+        """Return the problems, those of uneven data ranks with the numbers of micro-batches that suit their placements.
 
         Candidates for which there are none, since the ranks of all placements are alike or memory is short, are left
         out.
