@@ -32,7 +32,7 @@ from paxtrain.parallel.step import Trainer
 from paxtrain.process import jax_private
 from paxtrain.process.distributed import initialize
 from paxtrain.profiling import breakdown
-from paxtrain.study import probe
+from paxtrain.study import measurements
 from planner.measure import compute_timing, profile_cluster
 from planner.measure.machines import find_machines
 from planner.measure.options import ProfileOptions
@@ -151,7 +151,7 @@ class Worker:
 
     def wire(self, name: str) -> dict[str, int]:
         """Return the bytes that all devices together put on the links in a step, by kind."""
-        return probe.wire_bytes(self.programs[name].trainer)
+        return measurements.wire_bytes(self.programs[name].trainer)
 
     def speed(self, slowness: float) -> None:
         """Set how many times as long as usual devices take; 0: no longer than they need."""

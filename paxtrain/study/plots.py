@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from paxtrain.config import Config
 from paxtrain.profiling import canvas
 from paxtrain.run import plots
-from paxtrain.study.probe import CsvRow
+from paxtrain.study.measurements import CsvRow
 from paxtrain.study.report import KINDS, VariantResult, by_run, differences
 
 _COLORS = {

@@ -11,7 +11,7 @@ import numpy as np
 
 from paxtrain.config import Config
 from paxtrain.model import parameters
-from paxtrain.study.probe import BYTES, CsvRow
+from paxtrain.study.measurements import BYTES, CsvRow
 
 PAGE = "study.md"
 

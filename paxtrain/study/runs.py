@@ -22,7 +22,7 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.process import compilation_cache
 from paxtrain.run import checkpoint
-from paxtrain.study import probe
+from paxtrain.study import measurements
 from paxtrain.study.finished import FinishedRuns, identity
 from paxtrain.study.programs import TrainStep, at_ranks, first_codec, on_dense, once
 from paxtrain.study.report import VariantResult
@@ -74,13 +74,17 @@ class Study:
         self.data = DataSets(config)
         self.virtual = not real_mesh
         self.mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1]) if self.virtual else make_mesh(config.mesh)
-        self._compiled, self._asked, self._empty = once(Trainer.compile_step), once(probe.asked), once(first_codec)
+        self._compiled, self._asked, self._empty = (
+            once(Trainer.compile_step),
+            once(measurements.asked),
+            once(first_codec),
+        )
         self._untrained = once(self._validate_first)
         for variant in self.variants:
             checks.check(self.trainer(variant).compression)
         # Made here, since a trainer on several CPU devices turns off jax's cache of compiled programs.
         real = {variant.name: self.real_trainer(variant) for variant in self.variants} if counted else {}
-        self._real = {name: (trainer, probe.alike(trainer)) for name, trainer in real.items()}
+        self._real = {name: (trainer, measurements.alike(trainer)) for name, trainer in real.items()}
         self._plain, self._resume = self.trainer(self.variants[0]), resume
         checkpoint.ensure_writable(self.out)
 
@@ -176,7 +180,7 @@ class Study:
     def _count(self, variant: Variant) -> dict[str, int]:
         """Return the bytes of a variant on the wire."""
         trainer, alike = self._real[variant.name]
-        sent = probe.wire_bytes(trainer, {rank: self._asked(one) for rank, one in alike.items()})
+        sent = measurements.wire_bytes(trainer, {rank: self._asked(one) for rank, one in alike.items()})
         self._say(f"{variant.label}: {sum(sent.values()) / 1e3:.0f} kB a step on all links")
         return sent
 
@@ -254,11 +258,11 @@ class Study:
         spectra = outcome.name == "dense" and number in (max(1, run.steps // 10), run.steps // 2, run.steps)
         if spectra or number == 1 or number % max(1, run.steps // _PROBES) == 0:
             codec = jax.device_get({direction: state.codec[direction] for direction in ("backward", "forward")})
-            outcome.errors += [{"step": number} | row for row in probe.link_errors(trainer, codec)]
+            outcome.errors += [{"step": number} | row for row in measurements.link_errors(trainer, codec)]
             if spectra:
                 kinds = {
-                    "activations": probe.activation_gradient_spectra(trainer, codec),
-                    "weights": probe.weight_gradient_spectra(trainer, state.params, batch),
+                    "activations": measurements.activation_gradient_spectra(trainer, codec),
+                    "weights": measurements.weight_gradient_spectra(trainer, state.params, batch),
                 }
                 outcome.spectra += [
                     {"step": number, "gradients_of": kind, "matrix": name, "index": i, "singular_value": value}

@@ -240,7 +240,7 @@ def collective_bytes(text: str, unknown_trip_count: int = 1) -> dict[str, int]:
     """Return the bytes of one participant's operands, added up over all executions, for each kind of collective.
 
     The bytes describe the program. What a device sends depends on its branches and on the permutes that it takes part
-    in (`paxtrain.study.probe.wire_bytes`).
+    in (`paxtrain.study.measurements.wire_bytes`).
     """
     total: collections.Counter[str] = collections.Counter()
     for op in collectives(text, unknown_trip_count):

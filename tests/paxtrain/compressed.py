@@ -8,7 +8,7 @@ import numpy as np
 from paxtrain.config import Config, MeshConfig
 from paxtrain.model import transformer
 from paxtrain.parallel.step import Trainer
-from paxtrain.study import probe
+from paxtrain.study import measurements
 from paxtrain.xla import hlo
 from tests import small
 from tests.small import SEQUENCE, trainer
@@ -130,7 +130,7 @@ def _executed(text: str) -> tuple[list[hlo.Collective], set[str]]:
 def collectives(trained: Trainer, stage: int) -> list[hlo.Collective]:
     """Return the collectives of the compiled step that a device of a stage runs."""
     every, certain = _executed(compiled(trained).as_text())
-    return [op for op in every if op.computation in certain or probe.runs(trained, stage, op.op_name)]
+    return [op for op in every if op.computation in certain or measurements.runs(trained, stage, op.op_name)]
 
 
 def all_reduced(trained: Trainer, stage: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from paxtrain.errors import UserError
 from paxtrain.parallel.compression import checks
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
-from paxtrain.study import probe
+from paxtrain.study import measurements
 from tests.paxtrain.compressed import (
     MESSAGE,
     SCATTER,
@@ -121,8 +121,8 @@ def test_the_virtual_mesh_uses_no_message_that_is_not_sent():
 
 
 def test_the_study_counts_the_bytes_of_codecs():
-    coded = probe.wire_bytes(trainer(config((2, 2, 1), **BOTH)))
-    dense = probe.wire_bytes(trainer(config((2, 2, 1))))
+    coded = measurements.wire_bytes(trainer(config((2, 2, 1), **BOTH)))
+    dense = measurements.wire_bytes(trainer(config((2, 2, 1))))
     assert coded["backward"] < dense["backward"] / 3.5
     assert coded["reduce-scatter"] < dense["reduce-scatter"] / 2  # beside the embedding's
 

@@ -14,7 +14,7 @@ from paxtrain.parallel.compression import checks
 from paxtrain.parallel.compression.embedding import TableCodec
 from paxtrain.parallel.mesh import device_spec, spread
 from paxtrain.parallel.mesh import local as local_of
-from paxtrain.study import probe
+from paxtrain.study import measurements
 from paxtrain.xla import hlo
 from planner.cost.coded import coded
 from tests.paxtrain.compressed import FAST, HIDDEN, SEQUENCE, canonical, config, trained_steps, trainer
@@ -253,7 +253,7 @@ def test_training_keeps_both_copies_equal():
 def test_the_study_counts_the_bytes():
     """Of the first and the last stage; as they are positions are all-reduced on all stages."""
     dense, coded_bytes = (
-        probe.wire_bytes(trainer(config((2, 4, 1), micro_batches=2, zero1=False, **PLACES, **changes)))
+        measurements.wire_bytes(trainer(config((2, 4, 1), micro_batches=2, zero1=False, **PLACES, **changes)))
         for changes in ({}, INT4)
     )
     devices, part, positions = 4, 64 * HIDDEN // 2, SEQUENCE * HIDDEN // 2

@@ -6,7 +6,7 @@ import pytest
 
 from compress.codecs.named import NAMES
 from paxtrain.parallel.step import Trainer
-from paxtrain.study import frontier, probe, runs
+from paxtrain.study import frontier, measurements, runs
 from paxtrain.study.report import VariantResult
 from tests.paxtrain.study.test_study import QUICK, configuration
 from tests.paxtrain.study.test_study import home as home  # a fixture
@@ -69,7 +69,7 @@ def made_up():
         ("data: int8", (1000, 1200), (2.0, 2.0)),
     ):
         for seed, final in enumerate(finals):
-            kinds = dict.fromkeys(probe.BYTES, 0) | {"backward": sent[0], "reduce-scatter": sent[1]}
+            kinds = dict.fromkeys(measurements.BYTES, 0) | {"backward": sent[0], "reduce-scatter": sent[1]}
             outcomes.append(VariantResult(name, name.partition(": ")[2] or name, seed, 0, kinds, validation={9: final}))
     return outcomes
 

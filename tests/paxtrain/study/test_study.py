@@ -17,7 +17,7 @@ from paxtrain.model.tensor_parallel import WHOLE
 from paxtrain.parallel.compiler_options import CPU_OPTIONS
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import __main__ as study
-from paxtrain.study import plots, probe, report, runs, variants
+from paxtrain.study import measurements, plots, report, runs, variants
 from paxtrain.study.report import VariantResult
 from tests import mains, small
 
@@ -103,7 +103,7 @@ def test_errors_and_cosines_are_those_of_numpy():
     state = trainer.from_params(params)
     step = jax.jit(trainer.loss_and_gradients, compiler_options=QUICK)
     codec = jax.device_get(step(state.params, tokens, None, state.codec)[2])
-    rows = probe.link_errors(trainer, codec)
+    rows = measurements.link_errors(trainer, codec)
     assert len(rows) == 2 * 3  # data ranks x micro-batches, of one link
 
     plain = [a.reshape(2, 3, 16, 16) for a in plain_boundary(config, params, tokens.reshape(6, 2, 9))]
@@ -129,11 +129,11 @@ def test_errors_and_cosines_are_those_of_numpy():
                 assert row["error_mean"] == pytest.approx(error[i].mean() / np.sqrt((error[i] ** 2).mean()), abs=1e-5)
 
     # The spectra of the recorded gradients and of the layers' weights are numpy's too.
-    [found] = probe.activation_gradient_spectra(trainer, codec).values()
+    [found] = measurements.activation_gradient_spectra(trainer, codec).values()
     values = np.linalg.svd(plain[1].reshape(6, 16, 16), compute_uv=False)
     np.testing.assert_allclose(found, (values / values[:, :1]).mean(0), atol=1e-4)
     grads = jax.jit(jax.grad(functools.partial(transformer.loss, config=config.model)))(params, tokens)
-    found = probe.weight_gradient_spectra(trainer, state.params, tokens)
+    found = measurements.weight_gradient_spectra(trainer, state.params, tokens)
     values = np.linalg.svd(grads["layers"]["qkv"]["kernel"].reshape(2, 16, 48), compute_uv=False)
     assert sorted(found) == ["down", "out", "qkv", "up"]
     np.testing.assert_allclose(found["qkv"], (values / values[:, :1]).mean(0), atol=1e-4)
@@ -141,13 +141,13 @@ def test_errors_and_cosines_are_those_of_numpy():
 
 def test_without_error_feedback_an_error_is_what_was_lost():
     given, decoded = np.random.default_rng(0).normal(size=(2, 2, 1, 4, 4))
-    kept = probe.Messages([0, 1], given, decoded, error=0 * given)
+    kept = measurements.Messages([0, 1], given, decoded, error=0 * given)
     lost = kept._replace(error=given - decoded)
     x = np.random.default_rng(1).normal(size=(2, 1, 4, 4))
-    [row, _] = probe.message_errors(lost, x)
+    [row, _] = measurements.message_errors(lost, x)
     change, error = (x[0] - x[1]).ravel(), (given - decoded)[0].ravel()
     assert row["cosine"] == pytest.approx(np.corrcoef(np.r_[error, -error], np.r_[change, -change])[0, 1])
-    assert math.isnan(next(iter(probe.message_errors(kept, x)))["cosine"])
+    assert math.isnan(next(iter(measurements.message_errors(kept, x)))["cosine"])
 
 
 # --- A study ----------------------------------------------------------------------------------------------------------
@@ -173,8 +173,10 @@ def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, mo
     # The test is not about compilation, so each program is compiled once and without optimization.
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     monkeypatch.setattr(Trainer, "compile_step", compile_step)
-    monkeypatch.setattr(probe, "asked", lambda trainer: [])  # so nothing is traced for the bytes
-    monkeypatch.setattr(probe, "wire_bytes", lambda trainer, _: dict.fromkeys(probe.BYTES, trainer.record + 7))
+    monkeypatch.setattr(measurements, "asked", lambda trainer: [])  # so nothing is traced for the bytes
+    monkeypatch.setattr(
+        measurements, "wire_bytes", lambda trainer, _: dict.fromkeys(measurements.BYTES, trainer.record + 7)
+    )
     config, outcomes = finished(home, tmp_path / "one")
     finished(home, tmp_path / "two")
     names = {"study.csv", "losses.csv", "errors.csv", "spectra.csv"}
@@ -197,7 +199,7 @@ def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, mo
         rows = list(csv.DictReader(lines))
     assert [row["run"] for row in rows] == ["dense", "cb_fe_sc"]
     assert float(rows[1]["percent_above_dense"]) == pytest.approx(100 * (compressed.final / dense.final - 1), abs=1e-4)
-    assert int(rows[0]["bytes"]) == 7 * len(probe.BYTES)
+    assert int(rows[0]["bytes"]) == 7 * len(measurements.BYTES)
     with (tmp_path / "one" / "errors.csv").open() as lines:
         rows = list(csv.DictReader(lines))
     # There is one link, and the epilogue compresses one of its two micro-batches.
@@ -232,11 +234,11 @@ def test_runs_are_on_disk_before_bytes_are_counted(home, tmp_path, monkeypatch):
     def fail(*_):
         raise ValueError("no bytes")
 
-    monkeypatch.setattr(probe, "wire_bytes", fail)
+    monkeypatch.setattr(measurements, "wire_bytes", fail)
     with pytest.raises(ValueError, match="no bytes"):
         small.run(workers=1)
     again = runs.Study(config, str(tmp_path), 2, small.variants, real_mesh=False, resume=True)
-    monkeypatch.setattr(probe, "wire_bytes", lambda *_: {"forward": 7})
+    monkeypatch.setattr(measurements, "wire_bytes", lambda *_: {"forward": 7})
     monkeypatch.setattr(runs.Study, "_run", fail)
     assert [(o.seed, o.final, o.bytes) for o in again.run(workers=1)] == [(n, 2.5, {"forward": 7}) for n in (0, 1)]
 
@@ -344,7 +346,7 @@ def made_up(cosine=0.01, seeds=2, **losses):
     for name, finals in (LOSSES | losses).items():
         kind = LABELS.get(name, name)
         for seed, final in enumerate(finals[:seeds]):
-            sent = {what: 1000 * n for n, what in enumerate(probe.BYTES, 1)}
+            sent = {what: 1000 * n for n, what in enumerate(measurements.BYTES, 1)}
             sent["embedding"] -= 2000 * (name == "cb_fe")
             o = VariantResult(name, kind, seed, 4 if name == "cb_rank_4" else 8, sent)
             o.losses = list(np.linspace(5, 2, 40))

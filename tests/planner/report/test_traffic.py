@@ -10,7 +10,7 @@ import pytest
 
 from paxtrain.config import from_dict
 from paxtrain.schedule import schedules
-from paxtrain.study import probe
+from paxtrain.study import measurements
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost.candidate import host_order
@@ -208,7 +208,7 @@ def test_compressed_bytes_are_those_that_the_trainers_step_asks_for(compress, me
     for name, chosen in (("dense", {}), ("compressed", {"data_start": 0.0, "min_ratio": 1.5} | compress)):
         config = from_dict(sections | {"compress": nested(chosen)})
         trainer = small.trainer(config)
-        asked = probe.wire_bytes(trainer)
+        asked = measurements.wire_bytes(trainer)
         some, candidate = cluster(8, 1), candidate_of_config(config)
         problem, hosts = Problem(some, config.model, candidate), host_order(candidate, 1)[0]
         found = types.SimpleNamespace(candidate=candidate, placement=types.SimpleNamespace(hosts=hosts))

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from paxtrain.study import probe
+from paxtrain.study import measurements
 from paxtrain.xla import hlo
 from tests import small
 from tests.paxtrain.study.test_study import QUICK, configuration
@@ -24,7 +24,7 @@ def test_bytes_are_those_that_formulas_say(fused):
     }
     compress["error"] = "lazy" if fused else "none"
     config = configuration(pipe=3, compress=compress, batch={"global_batch": 8})
-    found = probe.wire_bytes(small.trainer(config))
+    found = measurements.wire_bytes(small.trainer(config))
     pipe, ranks, m, h, r = 3, 2, 2, 16, 2
     table, position, layer, norm = 384 * h * 4, 8 * h * 4, (12 * h * h + 13 * h) * 4, 2 * h * 4
     kernels = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
@@ -51,7 +51,7 @@ def test_the_compiled_step_sends_what_its_trace_asks_for():
     config = configuration(compress=compress, batch={"global_batch": 8})
     trainer = small.trainer(config)
     sent = collections.Counter()
-    for op in probe.asked(trainer):
+    for op in measurements.asked(trainer):
         sent[op.kind] += op.bytes * op.executions
     text = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch()).compile(QUICK).as_text()
     compiled = hlo.collective_bytes(text)
@@ -65,7 +65,7 @@ def test_bytes_of_tensor_groups_stay_inside_of_hosts():
     for tensor in (1, 2):
         config = configuration(batch={"global_batch": 8}, mesh={"tensor": tensor}, compress={"data_stages": "none"})
         trainer = small.trainer(config)
-        found[tensor] = probe.wire_bytes(trainer)
+        found[tensor] = measurements.wire_bytes(trainer)
     pipe, h, sequence = 2, 16, 8
     for kind in ("forward", "backward"):
         assert found[2][kind] == 2 * found[1][kind] > 0
@@ -92,4 +92,6 @@ def test_a_stage_counts_the_collectives_that_it_runs(scopes, stages):
     """The first of four stages ends the step, so it alone reduces in the last row."""
     mesh, schedule = types.SimpleNamespace(pipe=4), types.SimpleNamespace(closing=(0,))
     trainer = types.SimpleNamespace(config=types.SimpleNamespace(mesh=mesh), schedule=schedule)
-    assert {stage for stage in range(4) if probe.runs(trainer, stage, f"jit(_step)/shard_map/{scopes}")} == stages
+    assert {
+        stage for stage in range(4) if measurements.runs(trainer, stage, f"jit(_step)/shard_map/{scopes}")
+    } == stages
