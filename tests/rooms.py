@@ -88,7 +88,7 @@ _TABLE = {
 # Besides the table: what is imported by a string while a program runs, since the room is above the one that imports it.
 BY_STRING = {
     "paxtrain/config/load.py": "paxtrain/huggingface",  # which knows the words of a config.json of Hugging Face's
-    "paxtrain/model/imported.py": "paxtrain/architectures",  # where a family's file has its name
+    "paxtrain/model/families.py": "paxtrain/architectures",  # where a family's file has its name
 }
 MAY_IMPORT = {room: set(others.split()) for room, others in _TABLE.items()}
 # Folders beside the product, which have no rooms.

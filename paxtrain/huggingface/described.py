@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paxtrain.config import Config, to_dict
-from paxtrain.huggingface.architectures import from_config
+from paxtrain.huggingface.conversion import from_config
 
 SEQUENCE, TOKENS = 4096, 2**22  # tokens of a sample at most, and of a step
 

@@ -14,7 +14,7 @@ from paxtrain.config import from_dict
 from paxtrain.data import settings
 from paxtrain.data.tokenizer import END_OF_TEXT, load
 from paxtrain.errors import UserError
-from paxtrain.huggingface import architectures
+from paxtrain.huggingface import conversion
 from paxtrain.huggingface.files import CONFIG, INDEX, ONE_FILE, write_json
 from paxtrain.run import checkpoint, checkpoint_reading, sampling
 
@@ -58,10 +58,10 @@ def export(
     if (folder / CONFIG).exists() or (folder / ONE_FILE).exists():
         raise UserError(f"--out={out} holds a model already; name another folder, or empty it")
     meta = checkpoint_reading.read_meta(pathlib.Path(directory) / sampling.CHECKPOINTS, step)
-    architectures.require_names(from_dict({"model": meta["config"]["model"]}).model)
+    conversion.require_names(from_dict({"model": meta["config"]["model"]}).model)
     checkpoint.ensure_writable(folder)
     params, config = sampling.load_params(directory, step)
-    _save(architectures.weights(jax.device_get(params), config.model), folder, dtype)
+    _save(conversion.weights(jax.device_get(params), config.model), folder, dtype)
     run, vocabulary = pathlib.Path(directory), config.model.vocab_size
     # Some configurations have other usual ids, which need not be in the vocabulary.
     tokens: dict[str, object] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -85,4 +85,4 @@ def export(
         if generation:
             write_json(folder / settings.GENERATION, generation | tokens)
     # Written last, so that a folder with this file is complete.
-    write_json(folder / CONFIG, architectures.to_config(config.model, dtype) | tokens)
+    write_json(folder / CONFIG, conversion.to_config(config.model, dtype) | tokens)

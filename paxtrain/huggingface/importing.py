@@ -15,7 +15,7 @@ from paxtrain.data import settings
 from paxtrain.data.tokenizer import FILE as TOKENIZER
 from paxtrain.data.tokenizer import load
 from paxtrain.errors import UserError
-from paxtrain.huggingface import architectures
+from paxtrain.huggingface import conversion
 from paxtrain.huggingface.files import CONFIG, ModelArrays, read_json
 from paxtrain.model import parameters
 from paxtrain.model.spec import Params
@@ -69,14 +69,14 @@ class Model:
         self._folder, self._config = pathlib.Path(folder), config
         self.tokenizer = self._folder / TOKENIZER
         self._values = read_json(self._folder / CONFIG)
-        fields = architectures.from_config(self._values, str(self._folder / CONFIG))
+        fields = conversion.from_config(self._values, str(self._folder / CONFIG))
         _check_architecture(config, fields, self._folder)
         self._arrays = ModelArrays(self._folder)
         self._sizes = self._values["vocab_size"], self._values.get("n_positions", 0)
-        shapes = architectures.shapes(config, *self._sizes)
+        shapes = conversion.shapes(config, *self._sizes)
         for name, shape in shapes.items():
-            architectures.require_array(name, *self._arrays.header(name), shape, config)
-        untied = architectures.shapes(dataclasses.replace(config, tied_head=False))
+            conversion.require_array(name, *self._arrays.header(name), shape, config)
+        untied = conversion.shapes(dataclasses.replace(config, tied_head=False))
         # A file may hold a tied head once more.
         self._again = [name for name in untied if name not in shapes and name in self._arrays]
         self._arrays.require_no_others([*shapes, *self._again])
@@ -115,7 +115,7 @@ class Model:
                     f"{self._folder} has a {name} that is not its {embedding}, though its {CONFIG} ties them; if it is "
                     f"the head, say tie_word_embeddings=false there and add --config.model.tied_head=False"
                 )
-        return architectures.params(read, self._config, *self._sizes, place), checksum
+        return conversion.params(read, self._config, *self._sizes, place), checksum
 
     def keep(self, out: pathlib.Path) -> None:
         """Keep the model's tokenizer and what it says of its special tokens, for sampling and exports.

@@ -2,7 +2,7 @@
 
 spec.py               what an architecture gives, and what a row of its table says
 parameters.py         the table of a configuration's model, and what is counted by it
-imported.py           architectures by family, and of one's own by package.module:Class
+families.py           architectures by family, and of one's own by package.module:Class
 transformer.py        the model of a configuration, for one device and for many; which attention it has
 context.py            what a layer depends on besides its parameters; dropout
 attention.py          attention, rotary positions

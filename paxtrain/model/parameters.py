@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES, DATA, PIPE, UNSPLIT, AxisSizes
-from paxtrain.model.imported import check, check_aux, check_kinds, check_options, errors_of, imported, shipped
+from paxtrain.model.families import check, check_aux, check_kinds, check_options, errors_of, imported, shipped
 from paxtrain.model.spec import Architecture, Aux, Parameter, Params
 
 

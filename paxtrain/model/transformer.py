@@ -24,7 +24,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES, TENSOR, AxisSizes
 from paxtrain.config.model import FLASH
 from paxtrain.errors import UserError
-from paxtrain.model import cross_entropy, imported, parameters
+from paxtrain.model import cross_entropy, families, parameters
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model.context import Dropout, LayerContext, drop
 from paxtrain.model.spec import Params, Scalars
@@ -204,7 +204,7 @@ def check_layer(config: ModelConfig, mesh: AxisSizes, sequence_parallel: bool) -
 
     def one(kind: str, weights: Params, x: jax.Array, index: jax.Array) -> tuple[jax.Array, Scalars]:
         starts = document_starts(jnp.zeros((1, config.sequence), jnp.int32), config)
-        with imported.errors_of(config, "layer()"):
+        with families.errors_of(config, "layer()"):
             found = layer(weights, x, config, group, None, index, starts, kind)
         names = sorted(one.name for one in parameters.aux(config))
         scalars = f"{{{', '.join(f'{name}: float32[]' for name in names)}}}"

@@ -15,7 +15,7 @@ from experiments.published.comparison import BEGIN, END
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig, plan, to_dict
 from paxtrain.config.load import load_config
 from paxtrain.data.preparation import prepare as prepare_data
-from paxtrain.huggingface import architectures
+from paxtrain.huggingface import conversion
 from paxtrain.model import transformer
 from paxtrain.schedule import table_file
 from paxtrain.schedule.schedules import build
@@ -172,7 +172,7 @@ def _model(home: pathlib.Path) -> None:
     )
     config = ModelConfig(**MODEL)
     params = jax.tree.map(lambda x: np.full(x.shape, 0.01, np.float32), transformer.shapes(config))
-    safetensors.numpy.save_file(architectures.weights(params, config), home / "model/model.safetensors")
+    safetensors.numpy.save_file(conversion.weights(params, config), home / "model/model.safetensors")
     # In another process: one that has used its devices cannot be forked.
     command = [sys.executable, "-W", "ignore", "-m", "paxtrain.train", f"--config={home / 'config.py'}"]
     given = {"init": home / "model", "run.out": home / "trained", "run.steps": 1, "run.eval_batches": 1}

@@ -18,7 +18,7 @@ from paxtrain.config.axes import layer_sizes
 from paxtrain.config.model import FAMILIES
 from paxtrain.config.options import OptionValues
 from paxtrain.errors import UserError
-from paxtrain.huggingface import architectures
+from paxtrain.huggingface import conversion
 from paxtrain.model import parameters, transformer
 from paxtrain.model.tensor_parallel import WHOLE
 from paxtrain.model.transformer import settle_attention
@@ -46,7 +46,7 @@ def theirs(name: str) -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray
 
 
 def model_of(values: dict, **changes: object) -> ModelConfig:
-    fields = architectures.from_config(values, "config.json") | {"sequence": 24, "vocab_multiple": 8}
+    fields = conversion.from_config(values, "config.json") | {"sequence": 24, "vocab_multiple": 8}
     return ModelConfig(**fields | {"dtype": "float32"} | changes)
 
 
@@ -58,15 +58,15 @@ def test_each_family_has_a_reference():
 def test_it_computes_what_transformers_does_and_goes_back_bit_by_bit(name):
     values, weights, results = theirs(name)
     model = model_of(values)
-    params = architectures.params(weights.__getitem__, model)
+    params = conversion.params(weights.__getitem__, model)
     np.testing.assert_allclose(logits(params, results["ids"], model), results["logits"], atol=TOLERANCE)
     np.testing.assert_allclose(loss(params, results["ids"], model), results["loss"], atol=TOLERANCE)
-    back = architectures.weights(params, model)
+    back = conversion.weights(params, model)
     assert back.keys() == weights.keys()
     for key, x in back.items():
         np.testing.assert_array_equal(x, weights[key], err_msg=key)
-    again = architectures.from_config(architectures.to_config(model, "float32"), "config.json")
-    assert again == architectures.from_config(values, "config.json")
+    again = conversion.from_config(conversion.to_config(model, "float32"), "config.json")
+    assert again == conversion.from_config(values, "config.json")
     assert parameters.published(model) == sum(x.size for x in weights.values())
 
 
@@ -101,7 +101,7 @@ def test_another_value_would_show(name, change):
     model = model_of(values)
     [(field, some)] = change.items()
     other = dataclasses.replace(model, **{field: OptionValues({**getattr(model, field), **some} if some else {})})
-    params = architectures.params(weights.__getitem__, other)
+    params = conversion.params(weights.__getitem__, other)
     assert np.abs(logits(params, results["ids"], other) - results["logits"]).max() > 10 * TOLERANCE
 
 

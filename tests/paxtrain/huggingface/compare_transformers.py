@@ -38,7 +38,7 @@ import transformers
 from paxtrain.config import Config, from_dict
 from paxtrain.data import token_files, tokenizer
 from paxtrain.data.preparation import PrepareOptions, prepare
-from paxtrain.huggingface import architectures
+from paxtrain.huggingface import conversion
 from paxtrain.huggingface.exporting import export
 from paxtrain.huggingface.importing import Model
 from paxtrain.model import transformer
@@ -143,7 +143,7 @@ def train_ours(config: Config, batches: Sequence[np.ndarray]) -> list[float]:
 def configuration(folder: pathlib.Path, steps: int = STEPS, **sections: Any) -> Config:
     """Return the configuration of a run that begins with folder/theirs and has the data of folder/train."""
     values = json.loads((folder / "theirs/config.json").read_text())
-    model = architectures.from_config(values, "config.json")
+    model = conversion.from_config(values, "config.json")
     model |= {"sequence": SEQUENCE, "vocab_multiple": 8, "dtype": "float32"} | sections.pop("model", {})
     run = {"out": str(folder / "run"), "steps": steps, "eval_every": 0, "eval_batches": 1, "sample_tokens": 0}
     return from_dict(
@@ -177,8 +177,8 @@ def compare(name: str, folder: pathlib.Path) -> dict[str, float | bool]:
     config = configuration(folder)
 
     arrays = safetensors.numpy.load_file(folder / "theirs/model.safetensors")
-    params = architectures.params(arrays.__getitem__, config.model)
-    back = architectures.weights(params, config.model)
+    params = conversion.params(arrays.__getitem__, config.model)
+    back = conversion.weights(params, config.model)
     found["arrays"] = back.keys() == arrays.keys() and all(np.array_equal(back[key], arrays[key]) for key in back)
     ids, logits = batches[0][:, :-1], jax.jit(transformer.logits, static_argnums=2)
     with torch.no_grad():

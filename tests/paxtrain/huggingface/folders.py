@@ -9,7 +9,7 @@ import safetensors.numpy
 
 from paxtrain.config import CheckpointConfig, Config, ModelConfig, from_dict, to_dict
 from paxtrain.data import tokenizer
-from paxtrain.huggingface import architectures
+from paxtrain.huggingface import conversion
 from paxtrain.huggingface.importing import Model
 from paxtrain.model import transformer
 from paxtrain.run import sampling
@@ -47,7 +47,7 @@ def folder_of(weights: dict[str, np.ndarray], config: ModelConfig, folder: pathl
     """A folder as transformers leaves it."""
     folder.mkdir()
     safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(architectures.to_config(config, "float32")))
+    (folder / "config.json").write_text(json.dumps(conversion.to_config(config, "float32")))
     tokenizer.bytes_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 from paxtrain.config import ModelConfig, from_dict
 from paxtrain.errors import UserError
-from paxtrain.huggingface import architectures, exporting
+from paxtrain.huggingface import conversion, exporting
 from paxtrain.huggingface.exporting import export
 from paxtrain.huggingface.files import INDEX
 from paxtrain.run import sampling
@@ -65,7 +65,7 @@ def test_another_llama_would_show(name, change):
         for layer in range(config.layers):
             key = f"model.layers.{layer}.self_attn.k_proj.weight"
             weights[key] = np.roll(weights[key], config.head_dim, axis=0)
-    params = architectures.params(weights.__getitem__, ModelConfig(**SHAPES["llama untied"] | (change or {})))
+    params = conversion.params(weights.__getitem__, ModelConfig(**SHAPES["llama untied"] | (change or {})))
     config = ModelConfig(**SHAPES["llama untied"] | (change or {}))
     assert np.abs(logits(params, results["ids"], config) - results["logits"]).max() > 10 * TOLERANCE
 

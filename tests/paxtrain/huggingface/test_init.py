@@ -15,7 +15,7 @@ from paxtrain.config import CheckpointConfig, ModelConfig, from_dict, to_dict
 from paxtrain.config.options import OptionValues
 from paxtrain.data import token_files, tokenizer
 from paxtrain.errors import UserError
-from paxtrain.huggingface import architectures, importing
+from paxtrain.huggingface import conversion, importing
 from paxtrain.huggingface.exporting import export
 from paxtrain.huggingface.files import ModelArrays
 from paxtrain.parallel.mesh import make_mesh
@@ -66,7 +66,7 @@ def test_a_run_begins_with_the_weights_of_a_model(tmp_path, capsys, monkeypatch)
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (exported["bos_token_id"], exported["eos_token_id"]) == (2, 2)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    params = architectures.params(weights.__getitem__, config.model)
+    params = conversion.params(weights.__getitem__, config.model)
     validation = token_files.load(config.data.validation, vocab_size=101, sequence=24)
     rows = np.stack([validation.read(24 * i, 24 * i + 25) for i in range(8)])
     [first] = [r["validation_loss"] for r in records if r["step"] == 0 and "validation_loss" in r]
@@ -112,7 +112,7 @@ def test_processes_begin_with_one_model(tmp_path):
     config = run_config("llama untied", tmp_path / "run", **parts)
     folder = folder_of(weights, config.model, tmp_path / "model")
     rows = np.stack([np.arange(24 * i, 24 * i + 25) % 101 for i in range(8)])
-    expected = float(loss(architectures.params(weights.__getitem__, config.model), rows, config.model))
+    expected = float(loss(conversion.params(weights.__getitem__, config.model), rows, config.model))
     for output in run_processes(BEGIN, json.dumps(to_dict(config)), folder, devices=1, limit=600):
         assert json.loads(output.splitlines()[-1]) == pytest.approx(expected, rel=1e-4)
 
@@ -206,7 +206,7 @@ def test_broken_files_are_named(tmp_path):
     refused(r"q_proj\.weight is of int8; float64, float32, float16, bfloat16 can be imported")
     harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     safetensors.numpy.save_file(weights | harmless, file)
-    architectures.params(ModelArrays(folder), config.model)
+    conversion.params(ModelArrays(folder), config.model)
     file.unlink()
     refused(r"all of a model's .* are needed")
     (folder / "pytorch_model.bin").touch()

@@ -11,7 +11,7 @@ import pytest
 import paxtrain
 from paxtrain.config.axes import UNSPLIT, layer_sizes
 from paxtrain.errors import UserError
-from paxtrain.huggingface import architectures
+from paxtrain.huggingface import conversion
 from paxtrain.huggingface.exporting import export
 from paxtrain.model import parameters, transformer
 from paxtrain.model import tensor_parallel as tp
@@ -141,12 +141,12 @@ def test_kinds_that_do_not_fit_the_layers_are_refused(module, words):
 def test_weights_of_layers_of_two_kinds_go_to_files_and_back_by_the_layers_numbers():
     model = config(MIXED).model
     params = jax.tree.map(np.asarray, random_params(model))
-    files = architectures.weights(params, model)
+    files = conversion.weights(params, model)
     assert {name for name in files if name.startswith("layers.0.")} == {
         f"layers.0.{n}" for n in ("norm", "wide", "narrow")
     }
     np.testing.assert_array_equal(files["layers.2.up.1"], params["layers"]["up"]["kernel"][1, :, 1])
-    again = architectures.params(files.__getitem__, model)
+    again = conversion.params(files.__getitem__, model)
     jax.tree.map(np.testing.assert_array_equal, params["layers"], again["layers"])
 
 
@@ -214,7 +214,7 @@ def test_what_only_the_families_have_says_so(monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(UserError, match=words):
             for name, value in change.items():
                 patch.setattr(ParallelBlock, name, value)
-            architectures.weights({}, c.model)
+            conversion.weights({}, c.model)
 
 
 @pytest.mark.slow

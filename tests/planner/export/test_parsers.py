@@ -17,7 +17,7 @@ from experiments.environment import Environment
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.config.options import OptionValues
 from paxtrain.config.plan import Plan
-from paxtrain.huggingface import architectures
+from paxtrain.huggingface import conversion
 from paxtrain.model import transformer
 from planner.export import maxtext, megatron, torchtitan
 from planner.export.exported import USUAL_LLAMA3
@@ -334,7 +334,7 @@ def arrays_of(model: ModelConfig, path: pathlib.Path) -> pathlib.Path:
     params, tokens = weights_and_tokens(model)
     index = np.broadcast_to(np.arange(model.sequence), (2, model.sequence))
     starts = np.maximum.accumulate(np.where(tokens[:, :-1] == model.separator, index, 0), axis=1)
-    np.savez(path, tokens=tokens, positions=index - starts, **architectures.weights(jax.device_get(params), model))
+    np.savez(path, tokens=tokens, positions=index - starts, **conversion.weights(jax.device_get(params), model))
     return path
 
 

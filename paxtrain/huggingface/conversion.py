@@ -16,7 +16,7 @@ import numpy as np
 from paxtrain.config import ModelConfig, read_section
 from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError
-from paxtrain.model.imported import shipped
+from paxtrain.model.families import shipped
 from paxtrain.model.parameters import architecture, by_names, stack, stacked, table, tree
 from paxtrain.model.spec import Architecture, Parameter, Params
 
