@@ -7,7 +7,7 @@ from planner.cluster.cluster import Cluster
 from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
 from planner.planning.planning import Plans, plan_sections
-from planner.report.questions import FreeChoice
+from planner.report.further import FreeChoice
 
 
 def freed(options: PlanOptions) -> PlanOptions:

@@ -11,7 +11,7 @@ from planner.cluster.variants import check_size, resized
 from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
 from planner.planning.planning import Plans, plan_sections
-from planner.report.questions import Scaling, Size
+from planner.report.further import Scaling, Size
 
 # Far above what anyone trains on or pays; hours and costs stay numbers that can be written out.
 _MOST_TOKENS, _MOST_PRICE = 1e18, 1e6

@@ -24,7 +24,7 @@ from planner.memory import closed_form
 from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
 from planner.planning.planning import Plans, plan_sections
-from planner.report.questions import WhatIf
+from planner.report.further import WhatIf
 from planner.search.budget import capability
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"

@@ -27,7 +27,7 @@ from planner.planning.inputs import Values, search_for, sections
 from planner.planning.intervals import believe, by_expected
 from planner.planning.offers import offers
 from planner.planning.options import PlanOptions
-from planner.report import answers, contents, groups, losses, page, text
+from planner.report import contents, further_text, groups, losses, page, text
 from planner.search import baselines, budget, explain, nearby
 from planner.search.explain import require_compression
 from planner.search.nearby import Nearby
@@ -95,7 +95,7 @@ class Plans:
 
     def text(self) -> str:
         """Return the report for a terminal: the table of the ranked plans, and sentences about the recommended one."""
-        return "\n".join([text.text(self.report), *answers.lines(self.report)])
+        return "\n".join([text.text(self.report), *further_text.lines(self.report)])
 
     def html(self) -> str:
         """Return the report with its figures as an HTML page."""
@@ -132,7 +132,7 @@ class Plans:
             "fitting": made.outcome.fitting,
             "simulated": made.outcome.simulated,
             "search_seconds": made.outcome.seconds,
-            **answers.json(made),
+            **further_text.json(made),
             "sources": made.sources,
             "command": made.command,
         }

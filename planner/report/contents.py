@@ -11,8 +11,8 @@ from paxtrain.model.parameters import flops_per_token
 from planner.cluster.cluster import Cluster
 from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import Problem, Step
+from planner.report.further import FreeChoice, Scaling, WhatIf
 from planner.report.losses import Budgeted
-from planner.report.questions import FreeChoice, Scaling, WhatIf
 from planner.search.baselines import Comparison
 from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome

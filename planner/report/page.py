@@ -8,7 +8,7 @@ import numpy as np
 from paxtrain.config.axes import MAIN, inside_axes
 from paxtrain.model import parameters
 from paxtrain.tables import times
-from planner.report import answers, drawings, gantt, groups, traffic
+from planner.report import drawings, further_text, gantt, groups, traffic
 from planner.report.contents import Report, gap
 from planner.report.svg import duration
 from planner.report.text import (
@@ -94,13 +94,15 @@ def page(report: Report) -> str:
     c, model, cluster = report.chosen.candidate, report.model, report.cluster
     title = f"A plan for {count(parameters.published(model))} parameters on {cluster.devices:,} devices"
     schedule_chart, schedule_words = gantt.gantt(report)
-    asked = [answers.free_choice_words(report)] if report.free_choice else []
+    asked = [further_text.free_choice_words(report)] if report.free_choice else []
     links_chart, links_words = drawings.links(report) if len(cluster.hosts) > 1 else ("", "")
     sections = [
         ("What the plan gains", _gains_words(report), _gains(report) if report.comparisons else ""),
         ("Ranked plans", _search_words(report), _ranked(report)),
         ("As asked, and by a free choice", _sentences(asked), ""),
-        ("What more hosts bring", answers.knee_words(report.scaling), _scaling(report)) if report.scaling else _NOTHING,
+        ("What more hosts bring", further_text.knee_words(report.scaling), _scaling(report))
+        if report.scaling
+        else _NOTHING,
         ("If the cluster changes", _WHAT_IF_WORDS, _what_ifs(report)) if report.what_ifs else _NOTHING,
         ("Near by", _sentences(nearby_words(report)), ""),
         ("Compression", _sentences(lossy_words(report)), ""),
@@ -217,17 +219,17 @@ def _scaling(report: Report) -> str:
     assert scaling is not None
     rows = [
         f"<tr{' class=chosen' if size is scaling.knee else ''}>{_cells(row, 'td', (7,))}</tr>"
-        for size, row in zip(scaling.sizes, answers.scaling_rows(scaling))
+        for size, row in zip(scaling.sizes, further_text.scaling_rows(scaling))
     ]
-    heads = _cells(answers.scaling_heads(scaling), "th", (7,))
+    heads = _cells(further_text.scaling_heads(scaling), "th", (7,))
     missing = "".join(f"<p>{hosts(n)}: {html.escape(why)}</p>" for n, why in scaling.missing)
     table = f'<div class="scroll"><table><tr>{heads}</tr>{"".join(rows)}</table></div>'
-    return _scrolled(answers.scaling_figure(scaling)) + table + missing
+    return _scrolled(further_text.scaling_figure(scaling)) + table + missing
 
 
 def _what_ifs(report: Report) -> str:
-    rows = "".join(f"<tr>{_cells(row, 'td', (0, 4))}</tr>" for row in answers.what_if_rows(report))
-    return f'<div class="scroll"><table><tr>{_cells(answers.WHAT_IF_HEADS, "th", (0, 4))}</tr>{rows}</table></div>'
+    rows = "".join(f"<tr>{_cells(row, 'td', (0, 4))}</tr>" for row in further_text.what_if_rows(report))
+    return f'<div class="scroll"><table><tr>{_cells(further_text.WHAT_IF_HEADS, "th", (0, 4))}</tr>{rows}</table></div>'
 
 
 def _bytes_words() -> str:

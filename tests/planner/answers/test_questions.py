@@ -11,7 +11,7 @@ from planner.cluster.variants import alike, resized, with_devices
 from planner.planning.inputs import search_for
 from planner.planning.options import PlanOptions
 from planner.planning.planning import plan_sections
-from planner.report.questions import Scaling, Size
+from planner.report.further import Scaling, Size
 from tests.planner.examples import cluster, values
 
 LINKS = {"inside": {"alpha": 3e-6, "bandwidth": 3e11}, "between": {"alpha": 1e-5, "bandwidth": 25e9}}

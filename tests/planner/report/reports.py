@@ -15,8 +15,8 @@ from planner.cost.link_seconds import fabric
 from planner.placement.gain import Gain
 from planner.placement.place import Placement
 from planner.report import contents
+from planner.report.further import FreeChoice, Scaling, Size, WhatIf
 from planner.report.losses import Budgeted
-from planner.report.questions import FreeChoice, Scaling, Size, WhatIf
 from planner.search.baselines import NO_COMPRESSION, Comparison
 from planner.search.budget import Budget
 from planner.search.nearby import Nearby

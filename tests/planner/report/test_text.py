@@ -11,7 +11,7 @@ from paxtrain.run import metrics
 from planner.cluster.cluster import attained
 from planner.cost.candidate import Candidate
 from planner.fit.applied import priced
-from planner.report import answers, contents, page
+from planner.report import contents, further_text, page
 from planner.report import text as report
 from planner.report.svg import width_of
 from tests.planner.examples import cluster
@@ -34,7 +34,7 @@ def svgs(text: str) -> list[ET.Element]:
 @pytest.mark.parametrize("report_of", BY_HAND, ids=lambda report_of: report_of.__name__)
 def test_the_terminal_and_the_page_say_what_was_found(report_of, snapshot):
     made = report_of()
-    said = [*report.text(made).splitlines(), *answers.lines(made)]
+    said = [*report.text(made).splitlines(), *further_text.lines(made)]
     assert all(len(line) <= 120 for line in said)
     snapshot(f"{report_of.__name__}.txt", "\n".join([*said, "", "--- The page ---", plain(checked(page.page(made)))]))
 

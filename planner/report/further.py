@@ -1,4 +1,4 @@
-"""The answers of a report to other questions: a free choice, more hosts, a cluster that changes."""
+"""Records of answers to further questions: a free choice, more hosts, a cluster that changes."""
 
 import dataclasses
 from typing import NamedTuple

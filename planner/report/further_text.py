@@ -1,10 +1,10 @@
-"""Answers to further questions as text and as figures: a free choice, more hosts, a cluster that changes."""
+"""The records of further questions (further.py) as text and as figures."""
 
 import math
 from typing import Any
 
 from planner.report.contents import Report
-from planner.report.questions import Scaling, WhatIf
+from planner.report.further import Scaling, WhatIf
 from planner.report.svg import GRID, HALO, INK, SOFT, Svg, duration, ticks
 from planner.report.text import aligned, hosts, labelled, longer, mesh, percent, schedule, share, tokens
 from planner.search.tried import Found
