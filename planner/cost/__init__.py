@@ -11,5 +11,5 @@ terms.py                a step's terms by stage, to be compared with a run's bre
 coded.py                what codecs other than low rank declare
 outer.py                the exchange of groups that train apart
 simulate.py             one configuration on one cluster
-closed_forms.py         Pipette's and AMP's estimates, for comparison
+closed_forms.py         rings, and kernels that wait; Pipette's and AMP's steps, for comparison only
 """
