@@ -1,4 +1,6 @@
-"""Attention over a sequence that a mesh axis splits: functions of arrays, which know nothing of models.
+"""One device's attention is in model/attention.py; here is attention over a sequence that a mesh axis splits.
+
+Functions of arrays, which know nothing of models.
 
 blocks.py    attention of a block of queries to a block of keys, forward with its log-sum-exp, and backward
 flash.py     the same by cuDNN's kernel

@@ -16,7 +16,7 @@ from paxtrain.errors import UserError
 from planner.export import maxtext, megatron, torchtitan
 from planner.export.exported import Exported, expected
 
-TRAINERS: dict[str, Callable[..., Exported]] = {
+EXPORTERS: dict[str, Callable[..., Exported]] = {
     "megatron": megatron.export,
     "torchtitan": torchtitan.export,
     "maxtext": maxtext.export,
@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> None:
     """Read the plan and the model, and write the files of the other trainer."""
     f = flags.FLAGS
     if f.to is None:
-        raise UserError(f"--to is missing; name a trainer, one of {', '.join(TRAINERS)}")
+        raise UserError(f"--to is missing; name a trainer, one of {', '.join(EXPORTERS)}")
     plan = plans.load(f.plan)
     config = plan.apply(f.model.to_dict())
-    found, out = TRAINERS[f.to](plan, config.model, config.stage_layers), pathlib.Path(f.out)
+    found, out = EXPORTERS[f.to](plan, config.model, config.stage_layers), pathlib.Path(f.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in found.files.items():
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 def define_flags() -> None:
     """Define the flags of this main."""
-    flags.DEFINE_enum("to", None, list(TRAINERS), "The trainer to write for.")
+    flags.DEFINE_enum("to", None, list(EXPORTERS), "The trainer to write for.")
     flags.DEFINE_string("plan", "runs/plan/plan.json", "The plan, as planner.plan writes it.")
     define_config("model", "gpt_8b", "The configuration that the plan was made for.")
     flags.DEFINE_string("out", "runs/export", "The folder to write to.")

@@ -1,4 +1,4 @@
-"""Measured training runs as a table, whoever made them.
+"""Measured training runs as a table, whoever made them, and the facts of the trainers that made them.
 
 trials.py                               the table's columns, its rows, reading and writing
 published.py logs.py                    files that others published, and logs of runs, as rows
