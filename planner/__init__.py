@@ -1,6 +1,6 @@
 """The planner measures a cluster, predicts the time and memory of training on it, places the ranks, and picks a plan.
 
-It imports paxtrain and compress, which do not import it. cluster/ is what measure/, given/ and traced/ make. A plan
+It imports paxtrain and compress, which do not import it. cluster/ is what measure/, given/ and traces/ make. A plan
 comes from planning/: search/ takes the best of all candidates, by seconds (cost/, on pipeline/ and program/), bytes
 (memory/) and hosts (placement/). report/ and answers/ tell it, export/ hands it to others' trainers, start/ and jobs/
 run it, and runs/ and fit/ learn from what was measured.

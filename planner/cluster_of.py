@@ -20,8 +20,8 @@ from paxtrain.config import from_dict
 from paxtrain.errors import UserError, printable, whole
 from planner.given import joining, links, nccl_tests, nccl_xml, slurm_topology, topo_matrix
 from planner.given.hardware import Given
-from planner.traced import compute_row
-from planner.traced.compute_row import TraceOptions
+from planner.traces import compute_row
+from planner.traces.compute_row import TraceOptions
 
 HINT = "give files with flags, as --nccl_tests=all_reduce_perf.log"
 

@@ -77,7 +77,7 @@ _TABLE = {
         "planner/pipeline planner/runs"
     ),
     "planner/given": "paxtrain/devices planner/cluster",
-    "planner/traced": "paxtrain/config paxtrain/devices paxtrain/model planner/cluster planner/cost",
+    "planner/traces": "paxtrain/config paxtrain/devices paxtrain/model planner/cluster planner/cost",
     "planner/start": (
         "paxtrain/config paxtrain/process paxtrain/profiling paxtrain/run paxtrain/schedule planner/cluster "
         "planner/cost planner/measure planner/planning planner/runs"

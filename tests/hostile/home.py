@@ -24,7 +24,7 @@ from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.fit.constants import CONSTANTS
 from planner.runs import trials
 from tests.planner.given import logs
-from tests.planner.traced.runs import Run, write
+from tests.planner.traces.runs import Run, write
 from tests.sources import ROOT
 
 # The model with whose weights a run begins.

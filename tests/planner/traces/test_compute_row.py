@@ -9,11 +9,11 @@ from paxtrain.config.load import load_config
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
-from planner.traced import compute_row
-from planner.traced.compute_row import TraceOptions
+from planner.traces import compute_row
+from planner.traces.compute_row import TraceOptions
 from tests import mains
 from tests.planner.given.logs import DATA
-from tests.planner.traced.runs import Run, write
+from tests.planner.traces.runs import Run, write
 
 # ml_collections loads configuration files with it.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

@@ -11,8 +11,8 @@ import re
 
 import pytest
 
-from planner.traced import torch_trace
-from planner.traced.kernels import NOTHING, WHOLE_LAYERS
+from planner.traces import torch_trace
+from planner.traces.kernels import NOTHING, WHOLE_LAYERS
 
 DATA = pathlib.Path(__file__).parent / "data"
 LAYERS, PASSES = 2, 2

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from planner.traced.kernels import (
+from planner.traces.kernels import (
     BACKWARD,
     COLLECTIVE,
     EMBEDDING,

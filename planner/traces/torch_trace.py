@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paxtrain.errors import UserError
-from planner.traced import phases
-from planner.traced.kernels import GpuTrace
-from planner.traced.phases import KernelLaunch, Operator
+from planner.traces import phases
+from planner.traces.kernels import GpuTrace
+from planner.traces.phases import KernelLaunch, Operator
 
 _KERNEL, _CALLS = ("kernel", "Kernel"), ("cuda_runtime", "cuda_driver", "Runtime")
 _OPERATORS = ("cpu_op", "Operator", "user_annotation")

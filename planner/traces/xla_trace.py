@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paxtrain.errors import UserError
-from planner.traced import torch_trace
-from planner.traced.kernels import BACKWARD, COLLECTIVE, FORWARD, HEAD, LAYERS, OTHER, GpuTrace, TracedKernel
+from planner.traces import torch_trace
+from planner.traces.kernels import BACKWARD, COLLECTIVE, FORWARD, HEAD, LAYERS, OTHER, GpuTrace, TracedKernel
 
 _DEVICE = re.compile(r"/device:GPU:(\d+)")
 _NAN = float("nan")

@@ -4,7 +4,7 @@
 # ///
 """Make data/*.json.gz: the operators of a training step of small models, as torch.profiler traces them on a CPU.
 
-python -m experiments.environment tests/planner/traced/make_operators.py names the interpreter to run this with. The
+python -m experiments.environment tests/planner/traces/make_operators.py names the interpreter to run this with. The
 kernels that a GPU would run are added by the test that reads them.
 """
 

@@ -22,9 +22,9 @@ import sqlite3
 from collections.abc import Iterator
 
 from paxtrain.errors import UserError
-from planner.traced import phases
-from planner.traced.kernels import BACKWARD, GpuTrace
-from planner.traced.phases import KernelLaunch, Operator
+from planner.traces import phases
+from planner.traces.kernels import BACKWARD, GpuTrace
+from planner.traces.phases import KernelLaunch, Operator
 
 MAGIC = b"SQLite format 3\0"
 _NANO = 1e-9

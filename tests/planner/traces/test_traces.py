@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from paxtrain.errors import UserError
-from planner.traced import compute_row, nsys, phases, torch_trace, xla_trace
-from planner.traced.kernels import NOTHING, SOME, WHOLE_LAYERS, TracedKernel, busy, part_seconds
+from planner.traces import compute_row, nsys, phases, torch_trace, xla_trace
+from planner.traces.kernels import NOTHING, SOME, WHOLE_LAYERS, TracedKernel, busy, part_seconds
 from tests.planner.given.logs import DATA
-from tests.planner.traced.runs import Run, write
+from tests.planner.traces.runs import Run, write
 
 
 def read(tmp_path, run, kind="torch", **how):

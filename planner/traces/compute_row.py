@@ -17,8 +17,8 @@ from paxtrain.errors import UserError
 from paxtrain.model import parameters
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute
-from planner.traced import nsys, torch_trace, xla_trace
-from planner.traced.kernels import NOTHING, SOME, WHOLE_LAYERS, GpuTrace, PartSeconds, part_seconds
+from planner.traces import nsys, torch_trace, xla_trace
+from planner.traces.kernels import NOTHING, SOME, WHOLE_LAYERS, GpuTrace, PartSeconds, part_seconds
 
 KIND = "trace"
 _WAITS = 0.1  # share of F's time in which the device waits for launches that is worth a warning
