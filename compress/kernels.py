@@ -10,7 +10,7 @@ factors q and w are [*, k, r], with any leading dims. Products accumulate in flo
 precision: float32 factors are multiplied in full float32, bfloat16 ones as tensor cores do it, with m rounded to
 bfloat16.
 
-`implementation` is one of these. "xla" is plain jnp. "triton" are compress/gpu/triton.py's kernels for NVIDIA GPUs, and
+`implementation` is one of these. "xla" is plain jnp. "triton" are compress/gpu/passes.py's kernels for NVIDIA GPUs, and
 "interpret" the same kernels in Pallas's interpreter, for tests on any device. Sender and receiver of a message, and a
 `Lazy` error, must use the same implementation: the last bits of p w^T depend on it. `make gpu` compares their speed.
 
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.gpu import triton
+from compress.gpu import passes
 
 IMPLEMENTATIONS = ("xla", "triton", "interpret")
 
@@ -70,7 +70,7 @@ def uses_kernels(implementation: str) -> bool:
 
 def largest_kernel_rank(capability: float) -> int:
     """Return the largest rank that the kernels take on a GPU: an A100 has less shared memory than those after it."""
-    return triton.LARGEST_RANK if capability >= 9 else 64
+    return passes.LARGEST_RANK if capability >= 9 else 64
 
 
 def on_gpu(capability: float) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str 
         implementation: one of IMPLEMENTATIONS.
     """
     if uses_kernels(implementation):
-        return triton.decode(p, w, dtype, interpret=implementation == "interpret")
+        return passes.decode(p, w, dtype, interpret=implementation == "interpret")
     product = _dot(p, w, (-1, -1))
     if dtype == jnp.bfloat16:
         # XLA may drop a conversion there and back; reduce_precision stays.
@@ -126,7 +126,7 @@ def residual(
         implementation: one of IMPLEMENTATIONS.
     """
     if uses_kernels(implementation):
-        return triton.residual(m, p, w, active, interpret=implementation == "interpret")
+        return passes.residual(m, p, w, active, interpret=implementation == "interpret")
     e = _add(m, -decode(p, w, m.dtype))
     return e if active is True else jnp.where(active, e, m)
 
@@ -160,7 +160,7 @@ def project(
     if uses_kernels(implementation):
         operands: tuple[jax.Array, ...] = error or ()
         interpret = implementation == "interpret"
-        m, sums = triton.project(x, q, *operands, active=active, keep=keep, interpret=interpret)
+        m, sums = passes.project(x, q, *operands, active=active, keep=keep, interpret=interpret)
         return m, sums if parts else sums.sum(-3)
     m = x
     if error is not None:
@@ -183,7 +183,7 @@ def backproject(
         implementation: one of IMPLEMENTATIONS.
     """
     if uses_kernels(implementation):
-        s, g = triton.backproject(m, p, interpret=implementation == "interpret")
+        s, g = passes.backproject(m, p, interpret=implementation == "interpret")
         return (s, g) if parts else (s.sum(-3), g.sum(-3)[..., : p.shape[-1], :])
     # The barrier keeps the products apart: XLA would join them, and copy all of m beside p for that.
     own = lax.optimization_barrier(p)

@@ -18,7 +18,7 @@ from paxtrain.schedule.schedules import SPECS, ScheduleSpec, build, code
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from planner.memory import closed_form
-from planner.pipeline import layers, rows
+from planner.pipeline import layer_split, rows
 from planner.search import pruning
 from planner.search.enumeration import enumerate_candidates
 from planner.search.space import Choices, candidate_of
@@ -115,7 +115,7 @@ def test_the_planner_plans_it(late):
     mine = np.flatnonzero((space.schedule == code(NAME)) & (space.pipe > 1))
     assert len(mine)
     for i in mine[:: max(len(mine) // 60, 1)]:
-        even = layers.even(MODEL.layers, int(space.pipe[i]))
+        even = layer_split.even(MODEL.layers, int(space.pipe[i]))
         problem = Problem(some, MODEL, candidate_of(space, i, even))
         c = problem.candidate
         hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))

@@ -1,6 +1,6 @@
 """Kernels for NVIDIA GPUs, for Pallas's Triton backend.
 
-    triton.py       passes over whole matrices
+    passes.py       passes over whole matrices
     thin.py         the algebra between the passes, on thin factors
     cholesky.py     inverses of Cholesky factors, within a program
     sums.py         sums of what the programs of an earlier launch have left

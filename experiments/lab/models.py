@@ -8,7 +8,7 @@ from paxtrain.config.axes import MAIN
 from paxtrain.config.load import nested
 from planner.cost.candidate import Candidate
 from planner.cost.coded import coded
-from planner.pipeline import layers
+from planner.pipeline import layer_split
 
 MODEL = {"vocab_size": 257, "layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "dtype": "float32"}
 MODEL |= {"vocab_multiple": 4}  # 128, the default, would make a third of so small a table padding
@@ -90,7 +90,7 @@ class Split:
             micro_batch=self.micro_batch,
             micro_batches=c.micro_batches,
             schedule=self.schedule,
-            counts=layers.even(self.layers, stages),
+            counts=layer_split.even(self.layers, stages),
             chunks=self.chunks,
             save=SAVE,
             scan_layers=c.pipeline.scan_layers,

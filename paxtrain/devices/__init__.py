@@ -8,5 +8,5 @@ planner.profile and planner.run measure it with --peak. To plan for it by its na
 
 What needs more than figures is where it is used: which kernels of compression a GPU runs, and up to which rank, is in
 compress/kernels.py; from which capability on cuDNN has flash attention, in paxtrain/config/model.py. Blocks of
-compress/gpu/triton.py are laid out for an H100 or H200.
+compress/gpu/passes.py are laid out for an H100 or H200.
 """

@@ -35,7 +35,7 @@ from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Parameter, Params
 from paxtrain.model.tensor_parallel import Group
 from paxtrain.pipeline.program import Program
-from paxtrain.schedule.slots import filled, shared_slots
+from paxtrain.schedule.layer_slots import filled, shared_slots
 from paxtrain.schedule.stage_map import StageMap
 
 

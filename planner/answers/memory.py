@@ -24,7 +24,7 @@ from planner.cluster.device_sheets import SHEETS
 from planner.cluster.variants import parts_of_a_host, with_devices
 from planner.cost.candidate import Candidate
 from planner.memory import closed_form
-from planner.pipeline import layers
+from planner.pipeline import layer_split
 from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions
 from planner.report.text import aligned, hosts, labelled, longer, mesh, schedule, sharded
@@ -283,7 +283,7 @@ def _parts(search: Search, cluster: Cluster, model: ModelConfig, space: Space, i
 
 def _even(search: Search, model: ModelConfig, space: Space, i: int) -> Candidate:
     """Return a candidate with its layers spread evenly."""
-    return candidate_of(space, i, layers.even(model.layers, int(space.pipe[i] * space.chunks[i])), search.choices)
+    return candidate_of(space, i, layer_split.even(model.layers, int(space.pipe[i] * space.chunks[i])), search.choices)
 
 
 def _fewest(search: Search) -> tuple[int, int, Use] | None:

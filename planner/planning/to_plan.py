@@ -16,7 +16,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import host_slots
 from planner.cost.step_time import Step
-from planner.pipeline import layers
+from planner.pipeline import layer_split
 
 
 class Sections(TypedDict):
@@ -70,7 +70,7 @@ def sections(
         compressed: bool [P], whether each stage compresses its gradients over data.
     """
     c, (schedule, in_flight) = candidate, parts(candidate.schedule)
-    even = c.counts == layers.even(layer_count, c.pipe * c.chunks)
+    even = c.counts == layer_split.even(layer_count, c.pipe * c.chunks)
     stages = ",".join(map(str, np.flatnonzero(compressed).tolist()))
     ranked, off = stages and compress.data.low_rank, _codecs(c, bool(stages))
     return {

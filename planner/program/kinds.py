@@ -9,7 +9,7 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from paxtrain.model import parameters
-from paxtrain.schedule.slots import shared_slots
+from paxtrain.schedule.layer_slots import shared_slots
 
 
 @functools.lru_cache(maxsize=65536)

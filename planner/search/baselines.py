@@ -10,7 +10,7 @@ from planner.cost import closed_forms
 from planner.cost.candidate import Candidate
 from planner.cost.sizes import MASTER
 from planner.cost.step_time import Problem
-from planner.pipeline import layers
+from planner.pipeline import layer_split
 from planner.placement.rules import amp_rule, pipette_rule
 from planner.search import pruning
 from planner.search.search import Search
@@ -85,7 +85,7 @@ def comparisons(search: Search, chosen: Found) -> list[Comparison]:
         i = _chosen_by(search, rule)
         if i < 0:
             continue
-        even = layers.even(search.model.layers, int(search.space.pipe[i]))
+        even = layer_split.even(search.model.layers, int(search.space.pipe[i]))
         problem = Problem(search.cluster, search.model, search.candidate(i, even))
         hosts = placed(problem, seed=search.options.seed)
         seconds = float(problem.step(search.fabric, hosts[None]).total[0])

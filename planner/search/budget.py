@@ -18,7 +18,7 @@ from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
 from planner.memory.margin import margin, origin
 from planner.memory.shape import Shape
-from planner.pipeline import layers
+from planner.pipeline import layer_split
 from planner.program.kinds import rooms
 from planner.search.space import Space
 
@@ -106,7 +106,7 @@ class Budget:
         even, most = [], []
         for pipe, chunks, schedule in keys.T.tolist():
             stage_of = spec_of(name_of(schedule)).place(pipe, chunks).stage_of
-            counts = layers.even(model.layers, pipe * chunks)
+            counts = layer_split.even(model.layers, pipe * chunks)
             even.append(max(counts))
             most.append(fragment_layers(model, self.outer.fragments, counts, stage_of))
         more = np.maximum(space.slots - np.array(even, int)[where.ravel()], 0) * space.chunks
@@ -143,7 +143,7 @@ def _rooms(model: ModelConfig, space: Space, splits: Sequence[tuple[int, ...]]) 
         found = [rooms(model, counts) for counts in splits]
     else:
         stages, where = np.unique(space.pipe * space.chunks, return_inverse=True)
-        even = [rooms(model, layers.even(model.layers, n)) for n in stages.tolist()]
+        even = [rooms(model, layer_split.even(model.layers, n)) for n in stages.tolist()]
         found = [even[i] for i in where.tolist()]
     return {kind: np.array([one[kind] for one in found], int) for kind in dict.fromkeys(parameters.kinds(model))}
 

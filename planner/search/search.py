@@ -22,7 +22,7 @@ from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import fabric
-from planner.pipeline import layers
+from planner.pipeline import layer_split
 from planner.placement.spared import spared
 from planner.search import pruning
 from planner.search.budget import Budget
@@ -144,7 +144,7 @@ class Search:
         if np.isfinite(self.bounds).any():
             return
         i = int(np.argmin(self.bytes))
-        c = self.candidate(i, layers.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i])))
+        c = self.candidate(i, layer_split.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i])))
         raise UserError(
             f"no configuration fits into {self.limit / 1e9:.1f} GB per device: the closest, {in_words(c.sizes)} "
             f"micro_batch={c.micro_batch} {c.schedule} save={c.save}, needs "

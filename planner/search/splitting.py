@@ -10,7 +10,7 @@ from paxtrain.model.parameters import differ
 from paxtrain.schedule.schedules import spec_of
 from planner.cluster.cluster import Cluster
 from planner.cost.step_time import Problem
-from planner.pipeline import layers
+from planner.pipeline import layer_split
 from planner.search.budget import Budget
 from planner.search.space import Space
 
@@ -36,7 +36,7 @@ class Splits:
 
     def even(self, i: int) -> Counts:
         """Return the even split of a candidate."""
-        return layers.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i]))
+        return layer_split.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i]))
 
     def memory(self, some: list[int], splits: list[Counts], micro_batches: list[int] | None = None) -> Array:
         """Return the bytes per device of candidates with other splits, [len(some)].
@@ -67,7 +67,7 @@ class Splits:
         # The head runs m times; layers run more often in stages that compute while idle.
         rows = c.micro_batches + (c.pipe - 1 if spec_of(c.schedule).masks(self.cluster.overlaps) else 0)
         extra[-1] += problem.layer[on[-1]].head * c.micro_batches / rows
-        return layers.split(self.model.layers, unit, extra, _relative(problem))
+        return layer_split.split(self.model.layers, unit, extra, _relative(problem))
 
     def others(self, problem: Problem, hosts: Array) -> list[tuple[Counts, Array]]:
         """Return the splits beside the even one that are worth a try on some placements.

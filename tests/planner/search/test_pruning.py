@@ -16,7 +16,7 @@ from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
 from planner.fit.applied import priced
-from planner.pipeline import layers
+from planner.pipeline import layer_split
 from planner.placement import bounds as placement_bounds
 from planner.search import pruning
 from planner.search.enumeration import enumerate_candidates
@@ -67,7 +67,7 @@ def test_no_step_of_another_trainer_is_below_its_bound(trainer):
     bounds, rng, fabric = pruning.lower_bound(some, MODEL, space), np.random.default_rng(0), link_seconds.fabric(some)
     closest = 0.0
     for i in rng.choice(len(space), 60, replace=False):
-        counts = layers.even(MODEL.layers, int(space.pipe[i] * space.chunks[i]))
+        counts = layer_split.even(MODEL.layers, int(space.pipe[i] * space.chunks[i]))
         problem = Problem(some, MODEL, candidate(space, i, counts))
         c = problem.candidate
         hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
@@ -98,7 +98,7 @@ def test_no_simulated_step_is_below_the_bound(some, forward):
     fabric = link_seconds.fabric(some)
     for i in rng.choice(len(space), 250 if forward is LOW_RANK else 60, replace=False):
         stages = int(space.pipe[i] * space.chunks[i])
-        for counts in {layers.even(MODEL.layers, stages), some_split(rng, MODEL.layers, stages)}:
+        for counts in {layer_split.even(MODEL.layers, stages), some_split(rng, MODEL.layers, stages)}:
             problem = Problem(some, MODEL, dataclasses.replace(candidate(space, i, counts), coded=forward))
             c = problem.candidate
             hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
@@ -116,7 +116,7 @@ def test_shards_of_groups_are_bounded_with_the_exchange_between_groups(some, nea
     space = enumerate_candidates(some, MODEL, 32, dataclasses.replace(SPACE_CHOICES, backward=(), data_ranks=()))
     bounds, fabric, closest = pruning.lower_bound(some, MODEL, space), link_seconds.fabric(some), []
     for i in np.flatnonzero(space.shard_group):
-        counts = layers.even(MODEL.layers, int(space.pipe[i] * space.chunks[i]))
+        counts = layer_split.even(MODEL.layers, int(space.pipe[i] * space.chunks[i]))
         c = (problem := Problem(some, MODEL, candidate(space, i, counts))).candidate
         shuffled = placements(2, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
         total = problem.step(fabric, np.concatenate([host_order(c, some.devices_per_host), shuffled])).total
@@ -132,7 +132,7 @@ def test_no_step_with_layers_of_several_kinds_is_below_the_bound(some, near):
     bounds, rng, closest = pruning.lower_bound(some, model, space), np.random.default_rng(0), 0.0
     for i in rng.choice(len(space), 120, replace=False):
         stages = int(space.pipe[i] * space.chunks[i])
-        for counts in {layers.even(model.layers, stages), some_split(rng, model.layers, stages)}:
+        for counts in {layer_split.even(model.layers, stages), some_split(rng, model.layers, stages)}:
             c = (problem := Problem(some, model, candidate(space, i, counts))).candidate
             hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
             total = problem.step(link_seconds.fabric(some), hosts).total
@@ -169,7 +169,7 @@ def test_no_step_of_uneven_data_ranks_is_below_the_bound(some):
     fabric, tried = link_seconds.fabric(some), 0
     for i in rng.choice(np.flatnonzero(space.uneven_data), 100, replace=False):
         stages = int(space.pipe[i] * space.chunks[i])
-        for counts in {layers.even(MODEL.layers, stages), some_split(rng, MODEL.layers, stages)}:
+        for counts in {layer_split.even(MODEL.layers, stages), some_split(rng, MODEL.layers, stages)}:
             problem = Problem(some, MODEL, candidate(space, i, counts))
             c = problem.candidate
             hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.pipeline import layers
+from planner.pipeline import layer_split
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -13,7 +13,7 @@ def test_no_other_split_has_a_quicker_slowest_stage(seed):
     rng = np.random.default_rng(seed)
     stages, count = int(rng.integers(1, 5)), int(rng.integers(5, 12))
     unit, extra = rng.choice([1.0, 1.5, 2.0], stages), rng.choice([0.0, 0.7, 3.0], stages)
-    found = layers.split(count, unit, extra)
+    found = layer_split.split(count, unit, extra)
     every = [c for c in itertools.product(range(1, count + 1), repeat=stages) if sum(c) == count]
     slowest = lambda c: max(unit * np.array(c) + extra)  # noqa: E731
     best = min(map(slowest, every))
@@ -36,14 +36,14 @@ def test_layers_that_differ_are_split_at_best_too(seed):
     how = rng.choice([1.0, 1.5, 2.0], stages), rng.choice([0.0, 0.7, 3.0], stages)
     every = [c for c in itertools.product(range(1, count + 1), repeat=stages) if sum(c) == count]
     for relative in (rng.choice([0.5, 1.0, 2.5], count), np.ones(count)):
-        found = layers.split(count, *how, relative)
+        found = layer_split.split(count, *how, relative)
         assert sum(found) == count and min(found) >= 1
         best = min(slowest_stage(counts, *how, relative) for counts in every)
         assert slowest_stage(found, *how, relative) == pytest.approx(best)
-    assert slowest_stage(layers.split(count, *how), *how, np.ones(count)) == pytest.approx(best)
+    assert slowest_stage(layer_split.split(count, *how), *how, np.ones(count)) == pytest.approx(best)
 
 
 def test_a_heavy_head_takes_layers_off_the_last_stage():
-    assert layers.split(16, np.ones(4), np.array([0, 0, 0, 3.0])) == (5, 5, 4, 2)
-    assert layers.split(16, np.ones(4), np.zeros(4)) == layers.even(16, 4) == (4, 4, 4, 4)
-    assert layers.even(10, 4) == (3, 3, 2, 2)
+    assert layer_split.split(16, np.ones(4), np.array([0, 0, 0, 3.0])) == (5, 5, 4, 2)
+    assert layer_split.split(16, np.ones(4), np.zeros(4)) == layer_split.even(16, 4) == (4, 4, 4, 4)
+    assert layer_split.even(10, 4) == (3, 3, 2, 2)

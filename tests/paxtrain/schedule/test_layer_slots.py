@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from paxtrain.schedule.slots import filled, shared_slots
+from paxtrain.schedule.layer_slots import filled, shared_slots
 
 
 def is_found_in(layers, slots) -> bool:
