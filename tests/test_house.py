@@ -126,6 +126,19 @@ def test_the_design_page_lists_every_room():
     assert {name for name in MAY_IMPORT if f" {name.rpartition('/')[2]}/ " not in house} == set()
 
 
+def test_the_design_page_lists_rooms_above_those_that_import_them():
+    """Except for one, which the page names; rooms of other packages are above anyway."""
+    house = (ROOT / "docs" / "design.md").read_text().split("\n## ")[1]
+    at = {
+        name: house.index(f" {name.rpartition('/')[2]}/ ", house.index(f"    {name.partition('/')[0]}/ "))
+        for name in MAY_IMPORT
+    }
+    inner = [(a, b) for a, others in MAY_IMPORT.items() for b in others if "/" in a and "/" in b]
+    same = [(a, b) for a, b in inner if a.partition("/")[0] == b.partition("/")[0]]
+    assert len(same) > 100
+    assert [(a, b) for a, b in same if at[b] > at[a]] == [("paxtrain/run", "paxtrain/huggingface")]
+
+
 def test_every_room_says_what_lives_there():
     inside = {path.rpartition("/")[0] for path in sources.project() if path.startswith(PRODUCT)}
     for name in MAY_IMPORT.keys() | inside:
