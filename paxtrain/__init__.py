@@ -1,4 +1,4 @@
-"""paxtrain: language models trained over a (data, pipe, tensor) mesh. It imports compress, never planner.
+"""paxtrain: language models trained over a (data, pipe, context, tensor) mesh. It imports compress, never planner.
 
 From the outside in: run/ has the loop around a step, outer/ steps of groups that train apart, parallel/ the step,
 pipeline/ what a stage does in it and schedule/ in which order, model/ and architectures/ a layer. data/ and config/

@@ -1,4 +1,7 @@
-"""Flags of the model, of the cluster and of `PlanOptions`, for the mains that plan."""
+"""Flags of the model, of the cluster and of `PlanOptions`, for the mains that plan.
+
+The options themselves, with their checks, are in planning/options.py.
+"""
 
 import dataclasses
 import sys

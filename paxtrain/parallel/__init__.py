@@ -1,7 +1,7 @@
 """The parallel training step: mesh, layout of the parameters, gradients over data, compression, optimizer.
 
 step.py                      Trainer: the compiled functions of one configuration on one mesh; clipping
-mesh.py layout.py            devices by axes; how parameters lie on them
+mesh.py layout.py            devices by axes (a new axis begins in config/axes.py); how parameters lie on them
 weights.py                   the weights' gather over data, before the pipeline
 reduction.py                 when a stage reduces which of its gradients over data
 gradients.py                 the collectives that do it, and the exchange of the tied embedding's gradients

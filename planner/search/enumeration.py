@@ -1,4 +1,4 @@
-"""The candidates: every way to split a model over a cluster that the trainer accepts."""
+"""Enumeration of a space: every way to split a model over a cluster that the trainer accepts."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The candidates: every way to split a model over a cluster that the trainer accepts, as columns of numbers."""
+"""A space: candidates as columns of numbers, and the choices from which enumeration.py makes them."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The start of a job: the nodes that it got, and the plan for them.
+"""The start of a job: its nodes and the plan for them, and what is replanned and recorded while it runs.
 
 allocation.py      the nodes that the job got
 job_plan.py        the plan for these nodes, old or new
