@@ -1,4 +1,4 @@
-"""Facts about a compiled XLA program, read from its text: what it sends, what it copies, which compute hides transfers.
+"""Facts about a compiled XLA program, read from its text: what it sends, which compute hides that, when the host waits.
 
 Every function takes `compiled.as_text()`: optimized HLO, whose instructions stand in the order in which they are
 scheduled. Counts follow the calls from ENTRY. The body of a loop counts as often as the loop's known trip count says,
@@ -8,7 +8,6 @@ times. The default, 1, suits loops of zero or one trip that serve as conditional
 CPU programs carry bfloat16 collectives as float32, so read bytes on the wire from a GPU program (paxtrain.xla.aot).
 """
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -122,23 +121,6 @@ class Overlap:
     whiles: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """One copy of a whole array.
-
-    Attributes:
-        computation: name of the computation that contains it.
-        shape: dtype and shape as HLO spells them, without layout ("bf16[5,1024]").
-        bytes: bytes of the array.
-        executions: number of times that one execution of the program runs it.
-    """
-
-    computation: str
-    shape: str
-    bytes: int
-    executions: int
-
-
 def _kind(opcode: str) -> str | None:
     """Return the collective that an opcode runs or starts, or None."""
     kind = opcode.removesuffix("-start")
@@ -236,46 +218,6 @@ def instructions(text: str) -> dict[str, Instruction]:
     return found
 
 
-def collective_bytes(text: str, unknown_trip_count: int = 1) -> dict[str, int]:
-    """Return the bytes of one participant's operands, added up over all executions, for each kind of collective.
-
-    The bytes describe the program. What a device sends depends on its branches and on the permutes that it takes part
-    in (`paxtrain.study.measurements.wire_bytes`).
-    """
-    total: collections.Counter[str] = collections.Counter()
-    for op in collectives(text, unknown_trip_count):
-        total[op.kind] += op.bytes * op.executions
-    return dict(total)
-
-
-def permute_bytes_by_pair(text: str, unknown_trip_count: int = 1) -> dict[tuple[int, int], int]:
-    """Return the bytes that collective-permutes send from one partition to another, by (source, target)."""
-    total: collections.Counter[tuple[int, int]] = collections.Counter()
-    for op in collectives(text, unknown_trip_count):
-        for pair in op.pairs:
-            total[pair] += op.bytes * op.executions
-    return dict(total)
-
-
-def permute_bytes(text: str, unknown_trip_count: int = 1) -> int:
-    """Return the bytes that collective-permutes send over all links together."""
-    return sum(permute_bytes_by_pair(text, unknown_trip_count).values())
-
-
-def conditionals(text: str, unknown_trip_count: int = 1) -> int:
-    """Return the number of conditionals that one execution of the program runs; on a GPU each makes the host wait."""
-    return sum(n for _, n, op in HloModule(text, unknown_trip_count).executed() if op.opcode == "conditional")
-
-
-def whiles(text: str, unknown_trip_count: int = 1) -> list[While]:
-    """Return every loop that is executed."""
-    return [
-        While(dict(op.callees())["body"], op.trips(), times)
-        for _, times, op in HloModule(text, unknown_trip_count).executed()
-        if op.opcode == "while"
-    ]
-
-
 def _in_a_graph(program: HloModule, op: HloInstruction) -> bool:
     """Return whether XLA can put an instruction, with all that it runs, into a CUDA graph without collectives."""
     if _kind(op.opcode) or op.opcode in _NOT_IN_GRAPHS:
@@ -356,19 +298,4 @@ def overlap(text: str, unknown_trip_count: int = 1, kind: str = "collective-perm
                         matmuls=flight.matmuls + matmuls,
                         whiles=flight.whiles + (op.opcode == "while"),
                     )
-    return found
-
-
-def copies(text: str, unknown_trip_count: int = 1) -> list[Copy]:
-    """Return every executed copy of a whole array: alone, or as (a part of) a fusion that does nothing else to it."""
-    program = HloModule(text, unknown_trip_count)
-    found = []
-    for computation, times, op in program.executed():
-        if op.opcode not in ("copy", "copy-start"):
-            continue
-        if computation in program.fused and not program.copies_whole(computation, op):
-            continue
-        [shape] = program.operand_shapes(computation, op)
-        plain = ",".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in arrays(shape))
-        found.append(Copy(computation, plain, array_bytes(shape), times))
     return found

@@ -117,23 +117,6 @@ class HloModule:
             for inner in self.computations[callee].values()
         )
 
-    def copies_whole(self, computation: str, instruction: HloInstruction) -> bool:
-        """Return whether a fusion only copies an array: from a parameter to (a part of) its root."""
-        body = self.computations[computation]
-        source = body[instruction.operands[0]]
-        while source.opcode == "bitcast":
-            source = body[source.operands[0]]
-        if source.opcode != "parameter":
-            return False
-        results = [next(i for i in body.values() if i.root)]
-        while results:
-            result = results.pop()
-            if result is instruction:
-                return True
-            if result.opcode in ("bitcast", "tuple"):
-                results += [body[name] for name in result.operands]
-        return False
-
 
 def arrays(shape: str) -> list[tuple[str, list[int]]]:
     """Return (dtype, dims) of an array, or of all arrays of a tuple."""

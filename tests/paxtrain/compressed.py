@@ -11,6 +11,7 @@ from paxtrain.parallel.step import Trainer
 from paxtrain.study import measurements
 from paxtrain.xla import hlo
 from tests import small
+from tests.paxtrain.xla import counted
 from tests.small import SEQUENCE, trainer
 
 FAST = {"xla_backend_optimization_level": 0}  # half the time to compile; the HLO is the same
@@ -108,7 +109,7 @@ FULL = {"backward_messages": "all", "backward_rank": 32, "min_ratio": 0.0}
 def by_pair(trained: Trainer) -> dict[tuple[int, int], int]:
     """Return bytes from stage to stage on the links of data rank 0, tensor rank 0, without the tied embedding's."""
     mesh = trained.config.mesh
-    found = hlo.permute_bytes_by_pair(compiled(trained).as_text())
+    found = counted.permute_bytes_by_pair(compiled(trained).as_text())
     stages = {s * mesh.tensor: s for s in range(mesh.pipe)}
     pairs = {(stages[a], stages[b]): size for (a, b), size in found.items() if a in stages and b in stages}
     table = trained.config.model.padded_vocab // mesh.tensor * HIDDEN * 4 // mesh.data

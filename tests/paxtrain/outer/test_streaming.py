@@ -16,6 +16,7 @@ from paxtrain.profiling.breakdown import axes
 from paxtrain.xla import aot, hlo
 from tests import small
 from tests.paxtrain.compressed import FAST, assert_close
+from tests.paxtrain.xla import counted
 from tests.programs import gpus
 
 pytestmark = pytest.mark.once
@@ -207,4 +208,4 @@ def test_gpus_compute_while_a_fragment_travels():
     sizes = {op.bytes for op in found if op.bytes > 4}
     over = [op for op in hlo.overlap(text, kind="all-reduce") if op.bytes in sizes]
     assert sum(op.bytes for op in over) == made.exchange.sent(1) and all(op.matmuls for op in over)
-    assert not [copy for copy in hlo.copies(text) if copy.bytes >= min(sizes) // 4]
+    assert not [copy for copy in counted.copies(text) if copy.bytes >= min(sizes) // 4]

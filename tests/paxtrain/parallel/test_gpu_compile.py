@@ -21,6 +21,7 @@ from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.step import Trainer
 from paxtrain.xla import aot, hlo, module
 from tests.compress_settings import compression
+from tests.paxtrain.xla import counted
 from tests.programs import gpus
 
 
@@ -70,7 +71,7 @@ def assert_no_large_copy(trained: Trainer, text: str) -> None:
     c = trained.config
     weight = c.model.hidden**2 // c.mesh.tensor
     message = c.batch.micro_batch * c.model.sequence * c.model.hidden
-    large = [copy for copy in hlo.copies(text) if copy.bytes > 2 * max(weight, message)]
+    large = [copy for copy in counted.copies(text) if copy.bytes > 2 * max(weight, message)]
     assert not large, large
 
 
@@ -117,7 +118,7 @@ def test_configurations_compile_and_overlap(name, capsys):
     assert len(transfers) == 2
     for transfer in transfers:
         assert transfer.matmuls >= trained.config.stage_layers[0], transfer
-    assert hlo.conditionals(text) == 0
+    assert counted.conditionals(text) == 0
     assert_no_large_copy(trained, text)
 
 
@@ -144,8 +145,8 @@ def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline
         program = compiled(trained)
     text = program.as_text()
     assert_no_large_copy(trained, text)
-    assert hlo.conditionals(text) == 0
-    assert hlo.permute_bytes(text) == table_permute_bytes(trained)
+    assert counted.conditionals(text) == 0
+    assert counted.permute_bytes(text) == table_permute_bytes(trained)
     if schedule == "zb_v" or (schedule in ("1f1b", "gpipe", "zb_h1") and not pipeline):
         # Transfers lie under the loops of no or one trip in which a stage's F, B or W runs.
         transfers = steady(text)
@@ -154,7 +155,7 @@ def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline
     assert reduced_under_compute(trained, text) >= 0.99 * (min(trained.config.stage_layers) - 1)
     # Inside loops that only the stages concerned run: nothing else waits for a reduction.
     scattered = {op.computation for op in hlo.collectives(text) if op.kind == "reduce-scatter"}
-    assert scattered <= {loop.body for loop in hlo.whiles(text)}
+    assert scattered <= {loop.body for loop in counted.whiles(text)}
 
 
 def test_with_one_stage_the_last_micro_batch_reduces_layer_by_layer():
@@ -245,7 +246,7 @@ def test_sequence_parallelism_keeps_and_sends_less():
         trained = trainer(dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, sequence_parallel=sequence)))
         program = compiled(trained)
         text = program.as_text()
-        assert hlo.permute_bytes(text) == table_permute_bytes(trained)
+        assert counted.permute_bytes(text) == table_permute_bytes(trained)
         assert all(transfer.matmuls >= 1 for transfer in steady(text))
         assert_no_large_copy(trained, text)
         temporary.append(program.memory_analysis().temp_size_in_bytes)
@@ -329,7 +330,7 @@ def test_compressed_transfers_lie_under_compute_and_the_error_update_behind_the_
     assert sizes[wire].matmuls >= 1
     assert sizes[2 * 1024 * 1024 * 2].matmuls >= 4
     assert_no_large_copy(trained, text)
-    assert hlo.conditionals(text) == 0
+    assert counted.conditionals(text) == 0
     update = ["lowrank_residual"] if error == "explicit" else []
     left, right = (
         ["lowrank_project", "lowrank_gram", "lowrank_left"],
@@ -348,7 +349,7 @@ def test_every_byte_of_a_compressed_step_on_gpus():
     message, wire = 2 * 1024 * 1024 * 2, 8 * (2 * 1024 + 1024) * 2
     packed = len(trained.schedule.epilogue())
     assert packed == 1
-    assert hlo.permute_bytes(text) == dense - packed * groups * (message - wire)
+    assert counted.permute_bytes(text) == dense - packed * groups * (message - wire)
     [sizes] = [trained.compression.matrices]
     # The first stage's layers are reduced one after the other, within its last B.
     p = sum(n for n, _ in sizes.values()) * 64 * 4
@@ -370,7 +371,7 @@ def assert_large_copies_are_of_states(trained: Trainer, text: str) -> None:
     """
     c = trained.config
     large = 2 * max(c.model.hidden**2 // c.mesh.tensor, math.prod(trained.compression.message.shape))
-    copies = [copy for copy in hlo.copies(text) if copy.bytes > large]
+    copies = [copy for copy in counted.copies(text) if copy.bytes > large]
     assert all(copy.executions == 1 for copy in copies), copies
     assert {copy.shape for copy in copies} <= state_shapes(trained), copies
 
@@ -391,7 +392,7 @@ def assert_codec_sends_under_compute(trained: Trainer, text: str, exposed: int) 
     sizes = {transfer.bytes: transfer for transfer in steady(text)}
     assert sizes.keys() == {made.wire_bytes(message.shape, message.dtype), 2 * math.prod(message.shape)}
     assert all(transfer.matmuls >= 1 for transfer in sizes.values())
-    assert hlo.conditionals(text) == 0
+    assert counted.conditionals(text) == 0
     assert_large_copies_are_of_states(trained, text)
     layers, reducer, shards = trained.config.stage_layers[0], trained.compression.reducer, trained.compression.shards
     # What a rank sends to itself is part of the operand.
@@ -430,8 +431,8 @@ def test_both_forms_of_messages_travel_where_some_links_compress():
         trained.compression.backward_codec.wire_bytes(message.shape, "bfloat16"),
     )
     assert sorted(transfer.bytes for transfer in steady(text)) == [eight, eight, dense, dense]
-    assert hlo.conditionals(text) == 0
-    assert [copy for copy in hlo.copies(text) if copy.bytes > dense] == []
+    assert counted.conditionals(text) == 0
+    assert [copy for copy in counted.copies(text) if copy.bytes > dense] == []
 
 
 def test_flash_attention_stays_within_documents():
@@ -496,5 +497,5 @@ def test_muon_deals_matrices_out_with_all_to_alls_and_sends_nothing_else():
         out_shardings=(trained.state_shardings, None),
     )
     program = aot.compile(update.lower(state, jax.ShapeDtypeStruct((), "float32"), state.params))
-    sent = {kind: size for kind, size in hlo.collective_bytes(program.as_text()).items() if size > 1000}
+    sent = {kind: size for kind, size in counted.collective_bytes(program.as_text()).items() if size > 1000}
     assert sent == {"all-to-all": 4 * 4 * c.model.layers * parameters.count(c.model, role="kernel") // c.mesh.devices}

@@ -20,6 +20,7 @@ from paxtrain.parallel.step import Trainer
 from paxtrain.schedule.schedules import SPECS, names
 from paxtrain.xla import hlo
 from tests import small
+from tests.paxtrain.xla import counted
 from tests.small import SEQUENCE, VOCABULARY, trainer
 
 LAYERS, HIDDEN, HEADS = 4, 32, 8
@@ -405,7 +406,7 @@ def test_bytes_on_the_links_are_the_tables(schedule):
     text = trained.compile_step().as_text()
     message = 2 * SEQUENCE * HIDDEN * 4
     tied = 2 * trained.config.model.padded_vocab * HIDDEN * 4  # two shards, exchanged both ways
-    assert hlo.permute_bytes(text) == trained.schedule.messages() * message * 2 + tied
+    assert counted.permute_bytes(text) == trained.schedule.messages() * message * 2 + tied
     assert trained.schedule.messages() == 2 * 4 * 2
 
 
@@ -437,7 +438,7 @@ def test_with_sequence_parallelism_a_device_sends_its_part():
     for sequence in (False, True):
         trained = trainer(config((1, 2, 4), 2, sequence=sequence))
         senders = 1 if sequence else 4  # of a whole message
-        sent = hlo.permute_bytes(trained.compile_step().as_text())
+        sent = counted.permute_bytes(trained.compile_step().as_text())
         assert sent == trained.schedule.messages() * message * senders + tied
 
 

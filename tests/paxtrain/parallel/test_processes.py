@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from paxtrain.config import from_dict
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.xla import hlo
+from tests.paxtrain.xla import counted
 
 OPTIONS = {"xla_backend_optimization_level": 0}
 found = []
@@ -25,12 +25,12 @@ for values in json.loads(sys.argv[1])[jax.process_index() :: 2]:
     config = from_dict(values)
     trainer = Trainer(config, make_mesh(config.mesh))
     lowered = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch())
-    found.append(sorted(hlo.collective_bytes(lowered.compile(OPTIONS).as_text())))
+    found.append(sorted(counted.collective_bytes(lowered.compile(OPTIONS).as_text())))
 mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 spec = PartitionSpec("data")
 scatter = jax.shard_map(lambda x: lax.psum_scatter(x, "data", tiled=True), mesh=mesh, in_specs=spec, out_specs=spec)
 lowered = jax.jit(scatter).lower(jax.ShapeDtypeStruct((64,), np.float32))
-found.append(sorted(hlo.collective_bytes(lowered.compile(OPTIONS).as_text())))
+found.append(sorted(counted.collective_bytes(lowered.compile(OPTIONS).as_text())))
 print(json.dumps(found))
 """
 

@@ -21,6 +21,7 @@ from tests import small
 from tests.compress_settings import compression
 from tests.paxtrain.parallel import test_gradients
 from tests.paxtrain.parallel.test_gradients import HIDDEN, TOLERANCE, check, errors, reference
+from tests.paxtrain.xla import counted
 from tests.small import trainer
 
 MIXED = "tests.paxtrain.model.mixed:Mixed"
@@ -186,7 +187,7 @@ def test_muon_changes_the_weights_as_without_groups():
 
 def collectives(c: Config) -> dict[str, int]:
     """Return the bytes of a device's collectives in a step by their kind."""
-    return hlo.collective_bytes(trainer(c).compile_step().as_text())
+    return counted.collective_bytes(trainer(c).compile_step().as_text())
 
 
 @pytest.mark.once

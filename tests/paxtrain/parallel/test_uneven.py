@@ -11,7 +11,6 @@ from paxtrain.errors import UserError
 from paxtrain.parallel import step
 from paxtrain.pipeline.program import Share, share_of
 from paxtrain.study.variants import require_alike
-from paxtrain.xla import hlo
 from tests import small
 from tests.compress_settings import compression
 from tests.paxtrain.parallel.test_gradients import (
@@ -24,6 +23,7 @@ from tests.paxtrain.parallel.test_gradients import (
     reference,
     trainer,
 )
+from tests.paxtrain.xla import counted
 
 
 def uneven(c, counts, micro_batch=2):
@@ -153,7 +153,7 @@ def test_a_rank_sends_the_messages_of_its_own_micro_batches(schedule):
     """Two messages a micro-batch each way; devices of rank 0 are 0 to 2, those of rank 1 are 3 to 5."""
     trained = trainer(case((2, 3, 1), (1, 2), layers=3, schedule=schedule))
     message, table = 2 * SEQUENCE * HIDDEN * 4, trained.config.model.padded_vocab * HIDDEN * 4 // 2
-    sent = hlo.permute_bytes_by_pair(trained.compile_step().as_text())
+    sent = counted.permute_bytes_by_pair(trained.compile_step().as_text())
     edges = {(first, last) for rank in (0, 3) for first, last in ((rank, rank + 2), (rank + 2, rank))}
     for rank, count in ((0, 1), (3, 2)):
         for stage in range(rank, rank + 2):

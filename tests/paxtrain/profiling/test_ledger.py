@@ -12,6 +12,7 @@ from paxtrain.devices.gpus import GPUS
 from paxtrain.profiling import ledger
 from paxtrain.xla import aot, hlo
 from planner.program.cache import layer_program
+from tests.paxtrain.xla import counted
 from tests.programs import gpus
 
 H100 = GPUS["h100"]
@@ -115,7 +116,7 @@ def test_loops_are_in_graphs_where_xla_puts_them(tmp_path):
             outside += kind == "While" and "CommandBuffer" not in {around for _, around in inside}
             if kind in ("While", "CommandBuffer"):
                 inside.append((depth, kind))
-    asked, known = hlo.host_loops(text, graphs=True), [loop for loop in hlo.whiles(text) if loop.trips is not None]
+    asked, known = hlo.host_loops(text, graphs=True), [loop for loop in counted.whiles(text) if loop.trips is not None]
     assert len(asked) <= outside <= len(asked) + len(known)
     assert len(hlo.host_loops(text)) > outside
 

@@ -6,9 +6,9 @@ import types
 import pytest
 
 from paxtrain.study import measurements
-from paxtrain.xla import hlo
 from tests import small
 from tests.paxtrain.study.test_study import QUICK, configuration
+from tests.paxtrain.xla import counted
 
 # ml_collections loads configuration files with it.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -54,7 +54,7 @@ def test_the_compiled_step_sends_what_its_trace_asks_for():
     for op in measurements.asked(trainer):
         sent[op.kind] += op.bytes * op.executions
     text = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch()).compile(QUICK).as_text()
-    compiled = hlo.collective_bytes(text)
+    compiled = counted.collective_bytes(text)
     assert set(sent) == set(compiled)
     assert all(abs(sent[kind] - compiled[kind]) < 200 for kind in sent), (sent, compiled)
 

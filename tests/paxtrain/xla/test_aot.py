@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from paxtrain.errors import UserError
 from paxtrain.xla import aot, hlo
+from tests.paxtrain.xla import counted
 from tests.programs import gpus
 
 SIZE = 4096
@@ -69,13 +70,13 @@ def test_devices_come_host_by_host():
 def test_every_gpu_compiles_and_counts_what_the_cpu_cannot(kind):
     compiled = aot.compile(lowered(lambda x: lax.psum(jnp.tanh(x @ x), "pipe"), cluster(kind), (SIZE, SIZE)))
     assert compiled.memory_analysis().argument_size_in_bytes == MESSAGE
-    assert hlo.collective_bytes(compiled.as_text()) == {"all-reduce": MESSAGE}  # bfloat16; on a CPU float32
+    assert counted.collective_bytes(compiled.as_text()) == {"all-reduce": MESSAGE}  # bfloat16; on a CPU float32
 
 
 def test_transfers_run_under_matrix_products_unless_they_are_synchronous():
     program = lowered(rows, cluster(), (SIZE, SIZE), (SIZE, SIZE))
     text = aot.compile(program).as_text()
-    assert hlo.permute_bytes(text) == MESSAGE * 3 * 9
+    assert counted.permute_bytes(text) == MESSAGE * 3 * 9
     assert [(o.executions, o.matmuls) for o in hlo.overlap(text)] == [(9, 1)]
     synchronous = program.compile(compiler_options={"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"})
     assert [(o.executions, o.matmuls) for o in hlo.overlap(synchronous.as_text())] == [(9, 0)]
@@ -98,8 +99,8 @@ def test_a_loop_of_zero_or_one_trips_updates_a_ring_in_place():
 
     compiled = aot.compile(lowered(skipping, cluster(), (SIZE, SIZE), (SIZE, SIZE)))
     text = compiled.as_text()
-    assert hlo.conditionals(text) == 0
-    assert max(copy.bytes for copy in hlo.copies(text)) <= MESSAGE
+    assert counted.conditionals(text) == 0
+    assert max(copy.bytes for copy in counted.copies(text)) <= MESSAGE
     assert compiled.memory_analysis().temp_size_in_bytes < (RING + 3) * MESSAGE
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from paxtrain.xla import hlo
+from tests.paxtrain.xla import counted
 
 ROWS, COLUMNS = 64, 128
 MESSAGE = ROWS * COLUMNS * 4  # bytes of one device's float32 [ROWS, COLUMNS]
@@ -44,15 +45,15 @@ def test_a_permute_in_nested_scans_counts_once_per_trip_and_pair():
     pairs = ((0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7))  # both data ranks' chains, in partition ids
     permute = only(text, "collective-permute")
     assert (permute.bytes, permute.dtype, permute.pairs, permute.executions) == (MESSAGE, "f32", pairs, 15)
-    assert hlo.permute_bytes(text) == MESSAGE * 6 * 15
-    assert hlo.permute_bytes_by_pair(text) == dict.fromkeys(pairs, MESSAGE * 15)
-    assert hlo.collective_bytes(text) == {"collective-permute": MESSAGE * 15}
-    assert sorted((loop.trips, loop.executions) for loop in hlo.whiles(text)) == [(3, 1), (5, 3)]
+    assert counted.permute_bytes(text) == MESSAGE * 6 * 15
+    assert counted.permute_bytes_by_pair(text) == dict.fromkeys(pairs, MESSAGE * 15)
+    assert counted.collective_bytes(text) == {"collective-permute": MESSAGE * 15}
+    assert sorted((loop.trips, loop.executions) for loop in counted.whiles(text)) == [(3, 1), (5, 3)]
 
 
 def test_pairs_are_positions_in_the_mesh_not_device_ids():
     text = compiled_text(lambda x: lax.ppermute(x, "pipe", [(0, 1)]), devices=jax.devices()[::-1])
-    assert hlo.permute_bytes_by_pair(text) == {(0, 1): MESSAGE, (4, 5): MESSAGE}
+    assert counted.permute_bytes_by_pair(text) == {(0, 1): MESSAGE, (4, 5): MESSAGE}
 
 
 @pytest.mark.parametrize(
@@ -69,12 +70,12 @@ def test_bytes_are_those_of_one_participants_operands(kind, function, size, grou
     text = compiled_text(function)
     found = only(text, kind)
     assert (found.bytes, len(found.groups[0]), found.executions, found.pairs) == (size, group, 1, ())
-    assert hlo.collective_bytes(text) == {kind: size}
+    assert counted.collective_bytes(text) == {kind: size}
 
 
 def test_arrays_reduced_together_are_added_up():
     text = compiled_text(lambda x: lax.psum((jnp.sin(x), x[:4] * 2), "data"))
-    assert hlo.collective_bytes(text) == {"all-reduce": MESSAGE + 4 * COLUMNS * 4}
+    assert counted.collective_bytes(text) == {"all-reduce": MESSAGE + 4 * COLUMNS * 4}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_conditional_counts_its_branches_once_and_as_often_as_it_runs():
         return lax.cond(last, lambda x: jnp.tanh(lax.psum(x, "data")), jnp.cos, x), None
 
     text = compiled_text(lambda x: lax.scan(body, x, None, length=7)[0])
-    assert hlo.conditionals(text) == 7
+    assert counted.conditionals(text) == 7
     assert only(text, "all-reduce").executions == 7
 
 
@@ -138,10 +139,10 @@ def test_a_loop_of_zero_or_one_trips_is_no_conditional_and_counts_as_told():
         return lax.fori_loop(0, last, lambda _, x: jnp.sin(lax.psum(x, "data")), x)
 
     text = compiled_text(maybe)
-    assert hlo.conditionals(text) == 0
-    assert [(loop.trips, loop.executions) for loop in hlo.whiles(text)] == [(None, 1)]
+    assert counted.conditionals(text) == 0
+    assert [(loop.trips, loop.executions) for loop in counted.whiles(text)] == [(None, 1)]
     assert only(text, "all-reduce").executions == 1
-    assert hlo.collective_bytes(text, unknown_trip_count=6) == {"all-reduce": 6 * MESSAGE}
+    assert counted.collective_bytes(text, unknown_trip_count=6) == {"all-reduce": 6 * MESSAGE}
     assert hlo.collectives(text, unknown_trip_count=0) == []
 
 
@@ -152,7 +153,7 @@ def test_the_host_reads_conditions_of_loops_whose_trips_are_not_known():
         return lax.fori_loop(0, last, lambda _, x: jnp.sin(lax.psum(x, "data")), x), None
 
     text = compiled_text(lambda x: lax.scan(rows, x, None, length=7)[0])
-    assert len(hlo.whiles(text)) == 4 and {loop.trips for loop in hlo.whiles(text)} == {None, 3, 7}
+    assert len(counted.whiles(text)) == 4 and {loop.trips for loop in counted.whiles(text)} == {None, 3, 7}
     assert [loop.executions for loop in hlo.host_loops(text)] == [7, 7]
     # With graphs only the one with a collective inside is left.
     reduces = only(text, "all-reduce").computation
@@ -162,7 +163,7 @@ def test_the_host_reads_conditions_of_loops_whose_trips_are_not_known():
 def test_what_is_not_executed_does_not_count():
     text = compiled_text(lambda x: lax.psum(x, "data"))
     dead = text.replace("ENTRY", "%dead (x: f32[8]) -> f32[8] {\n  ROOT %y = f32[8]{0} all-reduce(%x)\n}\n\nENTRY", 1)
-    assert hlo.collective_bytes(dead) == hlo.collective_bytes(text) == {"all-reduce": MESSAGE}
+    assert counted.collective_bytes(dead) == counted.collective_bytes(text) == {"all-reduce": MESSAGE}
 
 
 def test_a_branch_that_returns_a_ring_copies_it_and_the_copies_are_seen():
@@ -183,7 +184,7 @@ def test_a_branch_that_returns_a_ring_copies_it_and_the_copies_are_seen():
         return lax.fori_loop(0, run, lambda _, c: f(c), carry)
 
     def ring_copies(skip):
-        return [c for c in hlo.copies(compiled_text(with_ring(skip))) if c.bytes == 5 * MESSAGE]
+        return [c for c in counted.copies(compiled_text(with_ring(skip))) if c.bytes == 5 * MESSAGE]
 
     copied = ring_copies(branch)
     assert {c.shape for c in copied} == {f"f32[5,{ROWS},{COLUMNS}]"}
@@ -260,7 +261,7 @@ def test_asynchronous_collectives_count_once_in_both_spellings():
         "all-gather": 1,
         "reduce-scatter": 1,
     }
-    assert hlo.permute_bytes_by_pair(GPU) == {(0, 1): 64, (1, 2): 64, (2, 1): 64}
+    assert counted.permute_bytes_by_pair(GPU) == {(0, 1): 64, (1, 2): 64, (2, 1): 64}
     assert [len(only(GPU, kind).groups[0]) for kind in ("all-gather", "reduce-scatter")] == [2, 2]
 
 
@@ -271,7 +272,7 @@ def test_overlap_counts_kernels_between_start_and_done_but_no_loop_counter():
 
 
 def test_a_fusion_is_a_copy_only_if_it_does_nothing_else():
-    assert [(c.computation, c.shape, c.bytes) for c in hlo.copies(GPU)] == [("copy_computation", "bf16[8,4]", 64)]
+    assert [(c.computation, c.shape, c.bytes) for c in counted.copies(GPU)] == [("copy_computation", "bf16[8,4]", 64)]
 
 
 def test_other_text_is_refused():

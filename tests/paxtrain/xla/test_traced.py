@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from paxtrain.xla import hlo, traced
+from tests.paxtrain.xla import counted
 
 ROWS, COLUMNS = 64, 128
 MESSAGE = ROWS * COLUMNS * 4  # bytes of one device's float32 [ROWS, COLUMNS]
@@ -108,7 +109,7 @@ def test_a_compiled_program_sends_the_same():
     made, sent = program(function), collections.Counter()
     for op in traced.collectives(made.jaxpr, "cpu"):
         sent[op.kind] += op.bytes * op.executions
-    assert dict(sent) == hlo.collective_bytes(made.lower().compile().as_text())
+    assert dict(sent) == counted.collective_bytes(made.lower().compile().as_text())
 
 
 def test_an_unknown_collective_is_refused(monkeypatch):
