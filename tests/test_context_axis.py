@@ -74,7 +74,7 @@ def test_products_are_shared_and_transfers_lie_under_attention():
         assert getattr(whole, name) / 4 <= getattr(part, name) < 1.1 * getattr(whole, name) / 4
     slow = sheet(LONG, SPLIT, (0.0, 1e8))
     # Keys and values in bfloat16, to three devices.
-    sent = 3 * 2 * LONG.key_value * LONG.sequence // 4 * 2
+    sent = 3 * 2 * LONG.key_value_heads * LONG.head_dim * LONG.sequence // 4 * 2
     attention = part.forward - sheet(dataclasses.replace(LONG, sequence=1024), {}).forward * 16
     assert slow.forward - part.forward == pytest.approx(sent / 1e8 - attention, rel=0.05)
 

@@ -21,8 +21,6 @@ from planner.cost.simulate import sharded_step
 from planner.cost.step_time import Problem
 from planner.fit.applied import profile, run_by
 
-Array = np.ndarray
-
 _LATENCY = 2e-6, 1.2e-5  # seconds inside a host and between hosts, typical of NCCL
 # Bytes/s, each way, between two devices of a host: NVLink's rate by its data sheet.
 _INSIDE = {(8, 0): 300e9, (9, 0): 450e9}

@@ -146,11 +146,6 @@ class ModelConfig(Checked):
         return self.kv_heads or self.heads
 
     @property
-    def key_value(self) -> int:
-        """Size of a token's keys, K; its values have the same."""
-        return self.key_value_heads * self.head_dim
-
-    @property
     def tables(self) -> int:
         """Number of vocabulary tables: the embedding's, and the head's if it is untied."""
         return 1 if self.tied_head else 2

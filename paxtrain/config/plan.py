@@ -24,7 +24,6 @@ VERSION = 1
 # over data; sync is the wait for the slowest stage; host is what no device does, as a run measured it.
 FORWARD, BACKWARD, HEAD, COMPRESSION = COMPUTE = ("forward", "backward", "head", "compression")
 TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER, HOST = ("transfer", "gather", "reduce", "sync", "optimizer", "host")
-TERMS = (*COMPUTE, TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER, HOST)
 _DEEPEST = 32  # lists and objects inside each other in a plan's JSON, which dataclasses.asdict walks by recursion
 _LATER = ("context", "context_form", "shard_group")  # keys that plans of earlier versions lack
 _SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}

@@ -12,7 +12,7 @@ References:
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,6 @@ from paxtrain.pipeline import executor
 from paxtrain.pipeline.program import Weights
 from paxtrain.pipeline.rings import only_if
 from paxtrain.process import distributed
-
-T = TypeVar("T")  # a pytree of arrays
 
 _REPEATS = 5
 

@@ -4,16 +4,12 @@ import functools
 import math
 from collections.abc import Mapping
 
-import numpy as np
-
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES
 from paxtrain.model.parameters import count, differ, kinds, of_mean_layer, table
 from planner.cost import compute as costs
 from planner.cost.candidate import Candidate
 from planner.program.kinds import rooms
-
-Array = np.ndarray
 
 MASTER = 4  # bytes of a float32 gradient or master weight
 

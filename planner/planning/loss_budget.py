@@ -142,7 +142,7 @@ def choose(
         found = search.run(top=1, placed=0).ranked[0]
         if (score := found.score(options.gain)) < best * (1 - _SAME):
             best, chosen = score, some[n]
-    budgeted = Budgeted(probe, options.probe, options.loss_budget, chosen, len(some))
+    budgeted = Budgeted(probe, options.probe, options.loss_budget, chosen)
     return configured(values, chosen), allowed(options, chosen), budgeted
 
 

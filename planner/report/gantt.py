@@ -15,8 +15,6 @@ from planner.report.contents import Report
 from planner.report.svg import GRID, INK, SOFT, Svg, box, duration, ticks, unit
 from planner.report.text import share
 
-Array = np.ndarray
-
 COLORS = {
     "F": "#9cc3e0",
     "B": "#2f6f9f",

@@ -247,14 +247,12 @@ class Budgeted(NamedTuple):
         path: file that has them.
         budget: most loss, as a share of dense training's.
         codecs: the chosen codecs, at most one of each place.
-        tried: number of combinations that were compared.
     """
 
     probe: LossProbe
     path: str
     budget: float
     codecs: tuple[ProbedCodec, ...]
-    tried: int
 
 
 def probed_words(budgeted: Budgeted, candidate: Candidate, model: ModelConfig) -> str:

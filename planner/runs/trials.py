@@ -205,11 +205,6 @@ class Trial:
             return False
         return not nanotron.split(self.layers, self.hidden, self.model.ffn, self.vocab, self.pp).whole
 
-    @property
-    def cell(self) -> tuple[int, int, int]:
-        """The main factors of a layer's cost: (hidden, micro_batch, tp)."""
-        return self.hidden, self.micro_batch, self.tp
-
 
 _MOST, _HUGE = 10_000_000, 1e12  # largest count; largest rate or time
 _MOST_CHUNKS = 1024

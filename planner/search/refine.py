@@ -17,8 +17,6 @@ from planner.placement.bounds import lower
 from planner.placement.place import Placement, are_few, place, quickly
 from planner.search.tried import Found, Tried, handicap
 
-Array = np.ndarray
-
 # Of the tuples the first is for problems with so many placements that they are annealed, the second for those whose
 # placements can all be evaluated.
 _QUICK = 16  # most meshes with schedules that are placed quickly

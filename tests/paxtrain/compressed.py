@@ -1,12 +1,14 @@
 """A small model whose training step is compressed in one way or another: its gradients, steps and compiled program."""
 
 import functools
+import math
 
 import jax
 import numpy as np
 
 from paxtrain.config import Config, MeshConfig
 from paxtrain.model import transformer
+from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import measurements
 from paxtrain.xla import hlo
@@ -141,3 +143,8 @@ def all_reduced(trained: Trainer, stage: int) -> dict[str, int]:
         kind: sum(op.bytes * op.executions for op in ops if op.kind == kind)
         for kind in ("all-reduce", SCATTER, "all-gather")
     }
+
+
+def matrices(compression: Compression) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the layers' kernels on one device as matrices (rows, columns), by path."""
+    return {path: (shape[0], math.prod(shape[1:])) for path, shape in compression.kernels.items()}

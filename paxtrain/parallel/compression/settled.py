@@ -11,7 +11,6 @@ stage, 0 for dense. A run starts dense and changes the levels at logged steps.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -198,11 +197,6 @@ class Compression:
         model, sizes = self.config.model, self.config.mesh.sizes
         rows = [p for p in self.layout.rows.values() if p.role == "kernel"]
         return {(p.names[1], p.names[2]): p.shape(model, sizes) for p in rows}
-
-    @property
-    def matrices(self) -> dict[LayerPath, tuple[int, int]]:
-        """The same shapes as matrices (rows, columns)."""
-        return {path: (shape[0], math.prod(shape[1:])) for path, shape in self.kernels.items()}
 
     @functools.cached_property
     def shards(self) -> dict[LayerPath, Shard]:

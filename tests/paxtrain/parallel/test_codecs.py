@@ -25,6 +25,7 @@ from tests.paxtrain.compressed import (
     config,
     evaluated,
     exact,
+    matrices,
     trained_steps,
     trainer,
 )
@@ -69,7 +70,7 @@ def test_codecs_send_the_declared_bytes(zero1):
     message = MESSAGE[0] * MESSAGE[1]
     backward, forward = (message + 2 * message // block for block in (32, 64))
     assert by_pair(coded) == {(0, 1): forward, (1, 0): backward}
-    kernels = 2 * sum(n * k for n, k in coded.compression.matrices.values())  # of two layers
+    kernels = 2 * sum(n * k for n, k in matrices(coded.compression).values())  # of two layers
     wire = kernels + 2 * kernels // 32  # of both parts
     for stage in (0, 1):
         before, after = all_reduced(dense, stage), all_reduced(coded, stage)
@@ -169,7 +170,7 @@ def test_weights_travel_as_codes_and_evaluation_takes_them_as_they_are():
     """A device sends codes and scales of its shard of each kernel; norms, biases and embeddings are as they were."""
     c = config((2, 2, 1), 1, weights_codec="int8")
     coded, dense = trainer(c), trainer(config((2, 2, 1), 1))
-    kernels = sum(n * k for n, k in coded.compression.matrices.values())  # of one shard of two layers
+    kernels = sum(n * k for n, k in matrices(coded.compression).values())  # of one shard of two layers
     for stage in (0, 1):
         before, after = (all_reduced(trained, stage)["all-gather"] for trained in (dense, coded))
         assert after == before - 4 * kernels + kernels + 2 * kernels // 64
@@ -309,7 +310,7 @@ def test_the_table_says_what_travels_inside_groups_and_between():
     trained = trainer(config((4, 2, 1), **GROUPS))
     checks.check(trained.compression)
     text = dict(trained.compression.describe())["gradients over data"]
-    kernels = 2 * sum(n * k for n, k in trained.compression.matrices.values())  # two layers on a stage
+    kernels = 2 * sum(n * k for n, k in matrices(trained.compression).values())  # two layers on a stage
     inside, between = kernels / 2 * 4, kernels / 4 * (1 + 2 / 32)
     assert "between groups of 2 of " in text
     assert f"a device sends {tables.size(inside, 'B')} inside its group and {tables.size(between, 'B')} between" in text

@@ -35,6 +35,7 @@ from tests.paxtrain.compressed import (
     differences,
     evaluated,
     exact,
+    matrices,
     trained_steps,
     trainer,
 )
@@ -157,7 +158,7 @@ def test_everything_compressed_sends_the_formulas_bytes(zero1):
     some = {"mesh": (2, 3, 1), "micro_batches": 2, "layers": 3, "zero1": zero1}
     c = config(**some, backward_messages="all", backward_rank=4, data_stages="all", data_rank=4, data_start=0.0)
     dense, packed = trainer(config(**some)), trainer(c)
-    shapes = packed.compression.matrices
+    shapes = matrices(packed.compression)
     expected = {"qkv": (32, 96), "out": (32, 32), "up": (32, 128), "down": (128, 32)}
     assert shapes == {(name, "kernel"): shape for name, shape in expected.items()}
     kernels = sum(n * k for n, k in shapes.values()) * 4

@@ -21,6 +21,7 @@ from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.step import Trainer
 from paxtrain.xla import aot, hlo, module
 from tests.compress_settings import compression
+from tests.paxtrain.compressed import matrices
 from tests.paxtrain.xla import counted
 from tests.programs import gpus
 
@@ -350,7 +351,7 @@ def test_every_byte_of_a_compressed_step_on_gpus():
     packed = len(trained.schedule.epilogue())
     assert packed == 1
     assert counted.permute_bytes(text) == dense - packed * groups * (message - wire)
-    [sizes] = [trained.compression.matrices]
+    [sizes] = [matrices(trained.compression)]
     # The first stage's layers are reduced one after the other, within its last B.
     p = sum(n for n, _ in sizes.values()) * 64 * 4
     w = sum(k for _, k in sizes.values()) * 64 * 4

@@ -55,7 +55,7 @@ def kernels(m: ModelConfig, tensor: int) -> list[tuple[int, int]]:
     """Return the sizes [in, out] of a layer's matrices on one device: of queries, keys and values, out, up, down."""
     h, part, ffn = m.hidden, m.hidden // tensor, m.ffn // tensor
     if m.family == "llama":
-        return [(h, part), (h, 2 * m.key_value // tensor), (part, h), (h, 2 * ffn), (ffn, h)]
+        return [(h, part), (h, 2 * m.key_value_heads * m.head_dim // tensor), (part, h), (h, 2 * ffn), (ffn, h)]
     return [(h, 3 * part), (part, h), (h, ffn), (ffn, h)]
 
 
@@ -145,7 +145,7 @@ def kept_by_hand(m: ModelConfig, tensor: int, sequence: bool, save: str) -> tupl
     item, t, parts, apart = 2 if m.dtype == "bfloat16" else 4, m.sequence, tensor if sequence else 1, m.separator >= 0
     part, between, one = m.hidden / tensor, m.hidden / parts, m.sequence * (2 if m.dtype == "bfloat16" else 4)
     up = (2 if llama else 1) * m.ffn / tensor
-    wide = (2 * m.hidden + 2 * m.key_value) / tensor + up
+    wide = (2 * m.hidden + 2 * m.key_value_heads * m.head_dim) / tensor + up
     sums = 4 * t * m.heads / tensor
     ends = 2 * m.hidden * sequence
     if save == "layer_inputs":
@@ -158,7 +158,7 @@ def kept_by_hand(m: ModelConfig, tensor: int, sequence: bool, save: str) -> tupl
     kept += one * part + sums if flash else sums * (2 + t * (9 + item) / 4)
     kept += apart * flash * one * t
     queries = 0 if drop and tensor == 1 else part
-    left = queries + 2 * m.key_value / tensor if llama else 3 * part
+    left = queries + 2 * m.key_value_heads * m.head_dim / tensor if llama else 3 * part
     return kept, one * (ends + left)
 
 

@@ -177,7 +177,7 @@ def within_a_budget() -> contents.Report:
         plan(2.0, backward="all", coded=c, **uneven),
         some=cluster(4, 4, seed=None, nics=2, rails={"pxn": False}),
         noise=contents.Noise(21.06, 0.03, Gain(21.06, 0.03, 4, (math.nan, math.nan)).words),
-        budgeted=Budgeted(probe, "probe.json", 0.04, codecs, 30),
+        budgeted=Budgeted(probe, "probe.json", 0.04, codecs),
     )
 
 

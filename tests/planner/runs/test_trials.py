@@ -50,7 +50,7 @@ def test_reads_a_row(tmp_path):
     assert trial.device_kinds == ("A100", "V100") and trial.stage_layers == (4, 6)
     assert trial.recompute == "full" and trial.element_bytes == 2 and trial.seconds == 1.5
     assert trial.micro_batches == 8 and trial.hosts == 2
-    assert trial.group == ("lab", 1024, 10, 8, 32) and trial.cell == (1024, 2, 2)
+    assert trial.group == ("lab", 1024, 10, 8, 32) and (trial.hidden, trial.micro_batch, trial.tp) == (1024, 2, 2)
 
 
 def test_optional_columns_may_be_missing_or_empty(tmp_path):
