@@ -102,7 +102,7 @@ def test_each_form_sends_what_it_says():
 def test_a_gather_lies_under_the_attention_to_a_devices_own_tokens():
     """Behind it attention to the others' is left; on a slow link what is left of the gather takes longer."""
     quick, slow = (sheet(LONG, SPLIT, (0.0, rate), "gather") for rate in (1e30, 1e8))
-    sent = 3 * 2 * LONG.key_value * LONG.sequence // 4 * 2  # a ring's turns
+    sent = 3 * 2 * LONG.key_value_heads * LONG.head_dim * LONG.sequence // 4 * 2  # a ring's turns
     attention = quick.forward - sheet(dataclasses.replace(LONG, sequence=1024), {}).forward * 16
     assert slow.forward - quick.forward == pytest.approx(sent / 1e8 - attention / 4, rel=0.05)
 
