@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paxtrain.config import CompressConfig, Config
+from paxtrain.config.axes import DATA, PIPE
 from paxtrain.config.options import LINKED, NO_OPTIONS, OTHERS, PLACES
 from paxtrain.errors import UserError
 from paxtrain.parallel.compressed_stages import StageTimes
@@ -102,10 +103,12 @@ def require_alike(config: Config) -> None:
     Raises:
         UserError: the mesh has what neither changes losses nor is emulated, or validation has several data sets.
     """
-    if config.mesh.tensor > 1 or config.pipeline.virtual_stages > 1:
+    others = {f"mesh.{name}": n for name, n in config.mesh.sizes.items() if name not in (DATA, PIPE)}
+    others["pipeline.virtual_stages"] = config.pipeline.virtual_stages
+    if wrong := [f"{name}={n}" for name, n in others.items() if n > 1]:
         raise UserError(
-            f"the study takes mesh.tensor=1 and pipeline.virtual_stages=1, got {config.mesh.tensor} and "
-            f"{config.pipeline.virtual_stages}; neither changes what is compressed"
+            f"the study takes 1 of {', '.join(others)}, none of which changes what is compressed, got "
+            f"{' and '.join(wrong)}; leave {'it' if len(wrong) == 1 else 'them'} out"
         )
     if config.uneven:
         raise UserError(

@@ -405,7 +405,8 @@ def test_the_page_has_every_figure(tmp_path, snapshot, seeds, cosine, more):
 
 BAD = {
     "no messages": ({"mesh": {"pipe": 1}, "model": {"layers": 1}}, ["mesh.pipe=1", "2 or more"]),
-    "tensor": ({"mesh": {"tensor": 2}}, ["mesh.tensor=1", "got 2 and 1"]),
+    "tensor": ({"mesh": {"tensor": 2}}, ["1 of mesh.context, mesh.tensor, ", "got mesh.tensor=2; leave it out"]),
+    "context": ({"mesh": {"context": 2}}, ["got mesh.context=2; leave it out"]),
     "one micro-batch": ({"batch": {"global_batch": 4}}, ["there is 1", "batch.global_batch=8"]),
     "adaptive ranks": ({"compress": {"data_adapt_every": 5}}, ["compress.data.adapt_every=5"]),
     "no stages": (
