@@ -311,8 +311,17 @@ SMALL_MODELS = {
         SMALL_LLAMA, tied_head=False, rope_scaling=OptionValues({"rope_type": "linear", "factor": 4.0})
     ),
     "mistral": dataclasses.replace(SMALL_LLAMA, family="mistral", tied_head=False),
+    "mistral with a window": dataclasses.replace(
+        SMALL_LLAMA, family="mistral", options=OptionValues({"sliding_window": 6})
+    ),
+    "phi3": dataclasses.replace(
+        SMALL_LLAMA, family="phi3", options=OptionValues({"partial_rotary_factor": 0.5, "sliding_window": 9})
+    ),
     "qwen2": dataclasses.replace(SMALL_LLAMA, family="qwen2", tied_head=False),
     "qwen3": dataclasses.replace(SMALL_LLAMA, family="qwen3", head_size=24),
+    "smollm3": dataclasses.replace(
+        SMALL_LLAMA, family="smollm3", layers=4, options=OptionValues({"no_rope_layer_interval": 2})
+    ),
     "qwen3 with a head": dataclasses.replace(SMALL_LLAMA, family="qwen3", tied_head=False),
     "gpt2 with documents": dataclasses.replace(SMALL, tied_head=False, separator=0),
 }
@@ -347,6 +356,16 @@ def difference(found: dict, model: ModelConfig, params, tokens) -> float:
 
 
 WRONG = {
+    "megatron": [
+        ("gpt2", "--norm-epsilon 1e-05", "--norm-epsilon 0.1"),
+        ("llama", "--rotary-base 500000", "--rotary-base 10000"),
+        ("llama 3", "--use-rope-scaling\n", ""),
+        ("llama with stretched positions", "interpolation-factor 4", "interpolation-factor 2"),
+        ("mistral with a window", "--window-size 5,0", "--window-size 6,0"),
+        ("phi3", "--rotary-percent 0.5", "--rotary-percent 1.0"),
+        ("smollm3", "--no-rope-freq 2", "--no-rope-freq 4"),
+        ("qwen3", "--norm-epsilon 0.001", "--norm-epsilon 0.1"),
+    ],
     "maxtext": [
         ("gpt2", "normalize_embedding_logits=false", "normalize_embedding_logits=true"),
         ("llama", "normalize_embedding_logits=false", "normalize_embedding_logits=true"),
