@@ -16,7 +16,9 @@ from paxtrain.config import ModelConfig
 from paxtrain.config.axes import MAIN, in_words
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
+from paxtrain.model.parameters import architecture
 
+# Numbers of Llama 3's positions that are constants in trainers that take no others.
 USUAL_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _RANK = """# Run a command as the rank that Open MPI started, on its device in ranks.csv: sh rank.sh COMMAND...
 table=$(dirname "$0")/ranks.csv
@@ -206,6 +208,27 @@ def require_known(trainer: str, model: ModelConfig, families: Sequence[str], pos
     ):
         if wrong:
             raise cannot(trainer, what, fits)
+
+
+def require_llama3(trainer: str, model: ModelConfig) -> None:
+    """Require the numbers of Llama 3.1's positions, of models that have such.
+
+    Args:
+        trainer: name of a trainer that has them as constants.
+        model: the model.
+
+    Raises:
+        UserError: another one.
+    """
+    for name, usual in {"factor": 8, **USUAL_LLAMA3}.items():
+        if (found := model.rope_scaling[name]) != usual:
+            raise cannot(trainer, f"model.rope_scaling.{name}={found}", str(usual))
+
+
+def option(model: ModelConfig, name: str, without: float) -> float:
+    """Return an option of the model's architecture, or what its absence means."""
+    one = architecture(model)
+    return one.option(model, name) if name in one.options else without
 
 
 def common(plan: Plan, model: ModelConfig) -> list[str]:

@@ -3,7 +3,7 @@
 Ranks count tensor fastest, then data, then pipe; with --use-tp-pp-dp-mapping tensor, pipe, data.
 
 References:
-    NVIDIA/Megatron-LM, megatron/training/arguments.py and, for positions, norms of heads and windows,
+    NVIDIA/Megatron-LM, megatron/training/{arguments,argument_utils}.py and, for positions, norms of heads and windows,
     megatron/core/{models/common/embeddings/rotary_pos_embedding,transformer/attention,transformer/utils}.py,
     core_v0.19.2.
 """
@@ -11,9 +11,9 @@ References:
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
-from paxtrain.model.parameters import architecture, traits
+from paxtrain.model.parameters import traits
 from paxtrain.schedule.schedules import spec_of
-from planner.export.exported import USUAL_LLAMA3, Exported, best_order, cannot, common, require_known, runs
+from planner.export.exported import Exported, best_order, cannot, common, option, require_known, require_llama3, runs
 
 _FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 _ORDERS = {"": (PIPE, DATA, TENSOR), "--use-tp-pp-dp-mapping": (DATA, PIPE, TENSOR)}
@@ -70,19 +70,13 @@ def _model(model: ModelConfig) -> list[str]:
     if facts.rotary:
         lines += ["--position-embedding-type rope", f"--rotary-base {round(model.rope_theta)}", *_positions(model)]
     lines += {"qwen2": ["--add-qkv-bias"], "qwen3": ["--qk-layernorm"]}.get(model.family, [])
-    if window := _option(model, "sliding_window", 0):
+    if window := option(model, "sliding_window", 0):
         lines.append(f"--window-size {window - 1},0")  # tokens before and after the one that looks
     if model.separator >= 0:
         lines.append("--dataloader-inter-document-masking")
     if not model.tied_head:
         lines.append("--untie-embeddings-and-output-weights")
     return [*lines, *(["--bf16"] if model.dtype == "bfloat16" else [])]
-
-
-def _option(model: ModelConfig, name: str, without: float) -> float:
-    """Return an option of the model's architecture, or what its absence means."""
-    one = architecture(model)
-    return one.option(model, name) if name in one.options else without
 
 
 def _positions(model: ModelConfig) -> list[str]:
@@ -98,13 +92,11 @@ def _positions(model: ModelConfig) -> list[str]:
             raise cannot("Megatron-LM", f"model.rope_scaling.factor={factor}", "a whole number")
         lines.append(f"--rotary-seq-len-interpolation-factor {int(factor)}")
     if kind == "llama3":
-        if other := [name for name, usual in USUAL_LLAMA3.items() if model.rope_scaling[name] != usual]:
-            what = f"model.rope_scaling.{other[0]}={model.rope_scaling[other[0]]}"
-            raise cannot("Megatron-LM", what, str(USUAL_LLAMA3[other[0]]))
-        lines += ["--use-rope-scaling", f"--rope-scaling-factor {factor}"]
-    if (share := _option(model, "partial_rotary_factor", 1.0)) < 1:
+        require_llama3("Megatron-LM", model)  # its gpt_config_from_args drops --rope-scaling-factor
+        lines.append("--use-rope-scaling")
+    if (share := option(model, "partial_rotary_factor", 1.0)) < 1:
         lines.append(f"--rotary-percent {share}")
-    if interval := _option(model, "no_rope_layer_interval", 0):
+    if interval := option(model, "no_rope_layer_interval", 0):
         if model.layers % interval:
             what = f"model.options.no_rope_layer_interval={interval} with model.layers={model.layers}"
             raise cannot("Megatron-LM", what, "a divisor of the layers")

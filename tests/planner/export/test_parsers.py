@@ -299,6 +299,14 @@ SMALL_LLAMA = dataclasses.replace(SMALL, family="llama", kv_heads=2, intermediat
 # Llama 3.1's positions; and such that small angles, those of 32 tokens, are among those that are scaled.
 LLAMA3 = OptionValues({"rope_type": "llama3", "factor": 8.0, **USUAL_LLAMA3})
 SHORT = OptionValues({**LLAMA3, "original_max_position_embeddings": 16})
+STRETCHED = OptionValues({"rope_type": "linear", "factor": 4.0})
+GEMMA = dataclasses.replace(
+    SMALL_LLAMA,
+    family="gemma2",
+    norm_epsilon=1e-6,
+    head_size=24,
+    options=OptionValues({"sliding_window": 6, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+)
 SMALL_MODELS = {
     "gpt2": SMALL,
     "gpt2 with a head": dataclasses.replace(SMALL, tied_head=False),
@@ -308,7 +316,7 @@ SMALL_MODELS = {
     "llama 3": dataclasses.replace(SMALL_LLAMA, tied_head=False, rope_scaling=LLAMA3),
     "llama with long positions": dataclasses.replace(SMALL_LLAMA, tied_head=False, rope_scaling=SHORT),
     "llama with stretched positions": dataclasses.replace(
-        SMALL_LLAMA, tied_head=False, rope_scaling=OptionValues({"rope_type": "linear", "factor": 4.0})
+        SMALL_LLAMA, tied_head=False, rope_scaling=STRETCHED
     ),
     "mistral": dataclasses.replace(SMALL_LLAMA, family="mistral", tied_head=False),
     "mistral with a window": dataclasses.replace(
@@ -323,6 +331,22 @@ SMALL_MODELS = {
         SMALL_LLAMA, family="smollm3", layers=4, options=OptionValues({"no_rope_layer_interval": 2})
     ),
     "qwen3 with a head": dataclasses.replace(SMALL_LLAMA, family="qwen3", tied_head=False),
+    "phi3 without a window": dataclasses.replace(SMALL_LLAMA, family="phi3", tied_head=False),
+    "olmo2": dataclasses.replace(SMALL_LLAMA, family="olmo2", tied_head=False, layers=5),
+    "gemma2": dataclasses.replace(GEMMA, family="gemma2", layers=4),
+    "gemma2 with stretched positions": dataclasses.replace(
+        GEMMA,
+        family="gemma2",
+        layers=2,
+        rope_scaling=STRETCHED,
+        options=OptionValues({**GEMMA.options, "sliding_window": 0, "attn_logit_softcapping": 0.0}),
+    ),
+    "gemma3": dataclasses.replace(
+        GEMMA, family="gemma3", layers=7, rope_scaling=STRETCHED, options=OptionValues({"sliding_window": 6, "query_pre_attn_scalar": 24})
+    ),
+    "gemma3 with a head": dataclasses.replace(
+        GEMMA, family="gemma3", layers=6, tied_head=False, options=OptionValues({"sliding_window": 5, "query_pre_attn_scalar": 16, "rope_local_base_freq": 100.0})
+    ),
     "gpt2 with documents": dataclasses.replace(SMALL, tied_head=False, separator=0),
 }
 ALONE = Plan(MeshConfig(), PipelineConfig("1f1b", save="residuals"), BatchConfig(2, 2), CompressConfig(), ("a",), 1)

@@ -41,12 +41,27 @@ import numpy as np
 
 # What a plan says nothing about. MaxText would wait for other processes.
 OTHERS = ["run_name=checked", "dataset_type=synthetic", "skip_jax_distributed_system=true", "log_config=false"]
-_NORMS = {
+_LLAMA_NORMS = {
     "pre_self_attention_layer_norm": "input_layernorm",
     "post_self_attention_layer_norm": "post_attention_layernorm",
 }
-_MATRICES = {"mlp/wi_0": "mlp.gate_proj", "mlp/wi_1": "mlp.up_proj", "mlp/wo": "mlp.down_proj"}
+_GEMMA_NORMS = {
+    "pre_self_attention_norm": "input_layernorm",
+    "post_self_attention_norm": "post_attention_layernorm",
+    "pre_ffw_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NORMS = {
+    "gemma2": _GEMMA_NORMS,
+    "gemma3": _GEMMA_NORMS,
+    "olmo3": {
+        "post_self_attention_layer_norm": "post_attention_layernorm",
+        "post_mlp_layer_norm": "post_feedforward_layernorm",
+    },
+}
+_MATRICES = {"wi_0": "mlp.gate_proj", "wi_1": "mlp.up_proj", "wo": "mlp.down_proj"}
 OF_MODEL = ("attention_bias", "use_qk_norm", "rope_type", "rope_linear_scaling_factor", "rope_max_timescale")
+OF_LAYERS = ("attn_logits_soft_cap", "final_logits_soft_cap", "sliding_window_size", "local_rope_max_timescale")
 
 
 def _heads(kernel: np.ndarray, heads: int) -> np.ndarray:
@@ -64,33 +79,57 @@ def _projection(of: dict[str, np.ndarray], name: str, config) -> dict[str, np.nd
     letter, heads = name[0], config.num_query_heads if name == "query" else config.num_kv_heads
     turned = _turned if config.rope_type == "llama3.1" and name != "value" else lambda array: array
     found = {"kernel": turned(_heads(of[f"self_attn.{letter}_proj.weight"].T, heads))}
-    if name == "query" and not config.decoder_block.value.startswith("qwen"):
+    if name == "query" and config.decoder_block.value in ("llama2", "mistral", "gemma2"):
         found["kernel"] = found["kernel"] / np.sqrt(config.head_dim)  # there the root lies in the query's weights
     if config.attention_bias:
         found["bias"] = turned(_heads(of[f"self_attn.{letter}_proj.bias"], heads))
+    norm = f"self_attn.{letter}_norm.weight"
     return {f"{name}/{part}": array for part, array in found.items()} | (
-        {f"{name}_norm/scale": of[f"self_attn.{letter}_norm.weight"]} if config.use_qk_norm and name != "value" else {}
+        {f"{name}_norm/scale": of[norm]} if norm in of else {}
     )
 
 
+def _apart(of: dict[str, np.ndarray], config) -> dict[str, np.ndarray]:
+    """Return the arrays of a layer, those of a Phi 3 that are one in its files apart."""
+    if "self_attn.qkv_proj.weight" not in of:
+        return of
+    ends = config.head_dim * np.cumsum([config.num_query_heads, config.num_kv_heads])
+    parts = np.split(of["self_attn.qkv_proj.weight"], ends)
+    gate, up = np.split(of["mlp.gate_up_proj.weight"], 2)
+    return {
+        **of,
+        **{f"self_attn.{letter}_proj.weight": part for letter, part in zip("qkv", parts)},
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+    }
+
+
 def _llama(arrays: dict[str, np.ndarray], config) -> dict[str, np.ndarray]:
-    """Return the weights of a Llama, Mistral or Qwen by MaxText's paths, from those by transformers' names."""
+    """Return the weights of a Llama or one of its kind by MaxText's paths, from those by transformers' names."""
+    decoder = config.decoder_block.value
+    if decoder.startswith("gemma"):  # as MaxText's converter does
+        arrays = {name: array + 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
+        arrays["model.embed_tokens.weight"] = arrays["model.embed_tokens.weight"] * np.sqrt(config.emb_dim)
     found = {
         "token_embedder/embedding": arrays["model.embed_tokens.weight"],
         "decoder/decoder_norm/scale": arrays["model.norm.weight"],
     }
     if "lm_head.weight" in arrays:
         found["decoder/logits_dense/kernel"] = arrays["lm_head.weight"].T
-    for layer in range(config.num_decoder_layers):
-        first, here = f"model.layers.{layer}.", f"decoder/layers_{layer}"
+    attention, pairs = "attention" if decoder == "olmo3" else "self_attention", decoder == "gemma2"
+    for layer in range(config.num_decoder_layers * (2 if pairs else 1)):
+        first, here = f"model.layers.{layer}.", f"decoder/layers_{layer // 2 if pairs else layer}"
+        last = ("_local", "_global")[layer % 2] if pairs else ""
         of = {name.removeprefix(first): array for name, array in arrays.items() if name.startswith(first)}
-        found |= {f"{here}/{path}/scale": of[f"{name}.weight"] for path, name in _NORMS.items()}
-        found |= {f"{here}/{path}/kernel": of[f"{name}.weight"].T for path, name in _MATRICES.items()}
+        of = _apart(of, config)
+        norms = _NORMS.get(decoder, _LLAMA_NORMS)
+        found |= {f"{here}/{path}{last}/scale": of[f"{name}.weight"] for path, name in norms.items()}
+        found |= {f"{here}/mlp{last}/{path}/kernel": of[f"{name}.weight"].T for path, name in _MATRICES.items()}
         out = of["self_attn.o_proj.weight"].T
-        found[f"{here}/self_attention/out/kernel"] = out.reshape(config.num_query_heads, -1, config.emb_dim)
+        found[f"{here}/{attention}{last}/out/kernel"] = out.reshape(config.num_query_heads, -1, config.emb_dim)
         for name in ("query", "key", "value"):
             projection = _projection(of, name, config)
-            found |= {f"{here}/self_attention/{path}": array for path, array in projection.items()}
+            found |= {f"{here}/{attention}{last}/{path}": array for path, array in projection.items()}
     return found
 
 
@@ -194,6 +233,7 @@ def understood(text: str, devices: int, arrays: str = "") -> dict:
         "tied": config.logits_via_embedding,
         "dtype": str(getattr(config.dtype, "value", config.dtype)),
         "own": {name: getattr(config, name) for name in OF_MODEL},
+        "of_layers": {name: getattr(config, name) for name in OF_LAYERS},
     }
 
 
