@@ -231,6 +231,21 @@ def option(model: ModelConfig, name: str, without: float) -> float:
     return one.option(model, name) if name in one.options else without
 
 
+def require_all_seen(trainer: str, model: ModelConfig) -> None:
+    """Require that each token sees all before it, with positions on the whole of a head.
+
+    Args:
+        trainer: name of a trainer that has nothing else for the model's family.
+        model: the model.
+
+    Raises:
+        UserError: it has a window, or heads that turn in part.
+    """
+    for name, usual in {"sliding_window": 0, "partial_rotary_factor": 1.0}.items():
+        if (found := option(model, name, usual)) != usual:
+            raise cannot(trainer, f"model.options.{name}={found}", str(usual))
+
+
 def common(plan: Plan, model: ModelConfig) -> list[str]:
     """Return what no other trainer does: sentences about the plan's batch, compression and placement, and the model."""
     found = []

@@ -11,7 +11,16 @@ from paxtrain.config import ModelConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
 from paxtrain.model.parameters import architecture, traits
-from planner.export.exported import Exported, cannot, common, mesh_ranks, option, require_known, require_llama3
+from planner.export.exported import (
+    Exported,
+    cannot,
+    common,
+    mesh_ranks,
+    option,
+    require_all_seen,
+    require_known,
+    require_llama3,
+)
 
 _DECODERS = {
     "gpt2": "gpt3",
@@ -109,9 +118,7 @@ def _own(model: ModelConfig) -> dict[str, object]:
     """
     if model.family in ("gemma2", "gemma3"):
         return _gemma(model)
-    for name, usual in {"sliding_window": 0, "partial_rotary_factor": 1.0}.items():
-        if (value := option(model, name, usual)) != usual:
-            raise cannot("MaxText", f"model.options.{name}={value}", str(usual))
+    require_all_seen("MaxText", model)
     return {
         "qwen2": {"attention_bias": True},
         "qwen3": {"use_qk_norm": True},

@@ -11,7 +11,7 @@ References:
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
-from planner.export.exported import Exported, cannot, common, mesh_ranks, require_known
+from planner.export.exported import Exported, cannot, common, mesh_ranks, require_all_seen, require_known
 
 _SCHEDULES = {
     "1f1b": "1F1B",
@@ -47,8 +47,11 @@ def model():
     )
 """
 # Of each family: package, class, positions, first values of the head, and the trainer's own configuration.
+_LLAMA = ("llama3", "Llama3Model", "ComplexRoPE", "_output_linear_init(dim)", "llama3_8b")
 _FAMILIES = {
-    "llama": ("llama3", "Llama3Model", "ComplexRoPE", "_output_linear_init(dim)", "llama3_8b"),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "phi3": _LLAMA,
     "qwen3": ("qwen3", "Qwen3Model", "CosSinRoPE", "_LINEAR_INIT", "qwen3_14b"),
 }
 
@@ -64,10 +67,12 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     Raises:
         UserError: torchtitan cannot be told of the model.
     """
-    positions = ("default", "llama3") if model.family == "llama" else ("default",)
+    positions = ("default",) if model.family == "qwen3" else ("default", "llama3")
     require_known("torchtitan", model, tuple(_FAMILIES), positions)
-    if model.head_size and model.family == "llama":
-        raise cannot("torchtitan", f"a llama with model.head_size={model.head_size}", "0, or model.family=qwen3")
+    require_all_seen("torchtitan", model)
+    if model.head_size and model.family != "qwen3":
+        what = f"a {model.family} with model.head_size={model.head_size}"
+        raise cannot("torchtitan", what, "0, or model.family=qwen3")
     where = mesh_ranks(plan, (PIPE, DATA, TENSOR))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}
     program = "-m torchtitan.train --module torchtitan_plan --config planned --hf_assets_path=..."

@@ -117,6 +117,23 @@ def shape(config) -> dict:
     }
 
 
+def apart(arrays: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
+    """Return weights by transformers' names, those of a Phi 3 that are one array in its files apart."""
+    attention, found = model.layers[0].attention, {}
+    heads, groups = attention.n_heads, attention.n_kv_heads
+    for name, array in arrays.items():
+        first, _, last = name.rpartition("self_attn.qkv_proj")
+        if first:
+            parts = array.split([n * len(array) // (heads + 2 * groups) for n in (heads, groups, groups)])
+            found |= {f"{first}self_attn.{letter}_proj{last}": part for letter, part in zip("qkv", parts)}
+        elif "gate_up_proj" in name:
+            parts = zip(("gate_proj", "up_proj"), array.chunk(2))
+            found |= {name.replace("gate_up_proj", kind): part for kind, part in parts}
+        else:
+            found[name] = array
+    return found
+
+
 def numbers(config, path: str) -> dict:
     """Return loss and logits of the model, with its parameters in the dtype in which FSDP gathers them.
 
@@ -128,7 +145,7 @@ def numbers(config, path: str) -> dict:
     tokens, positions, spec = arrays.pop("tokens"), arrays.pop("positions"), config.model_spec
     model = spec.model.build()
     adapter = spec.state_dict_adapter(spec.model, None)
-    model.load_state_dict(adapter.from_hf(arrays))
+    model.load_state_dict(adapter.from_hf(apart(arrays, spec.model)))
     for parameter in model.parameters():  # Module.to would take the imaginary part of the rotary angles, too
         parameter.data = parameter.data.to(TORCH_DTYPE_MAP[config.training.mixed_precision_param])
     with torch.no_grad():
