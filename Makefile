@@ -55,7 +55,7 @@ test-slow: $(VENV)/dev.txt  ## the tests that take minutes, and further instance
 
 exports: $(VENV)/dev.txt  ## plans for other trainers, read by their own parsers, in environments of gigabytes
 	$(RUN) -m experiments.environment tests/planner/export/parsers/*.py
-	$(RUN) -m pytest -m slow tests/planner/export/test_parsers.py $(ARGS)
+	$(RUN) -m pytest -m slow tests/planner/export $(ARGS)
 
 lint: $(VENV)/dev.txt  ## rules, format and types
 	$(RUN) -m ruff check

@@ -190,7 +190,7 @@ def _parallel(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> dict[s
     if mesh.pipe > 1 and model.family in _BY_NAME:
         raise cannot("MaxText", f"model.family={model.family} with mesh.pipe={mesh.pipe}", "mesh.pipe=1")
     if not each:
-        raise cannot("MaxText", f"{len(layers)} stages of {sum(layers)} layers, in pairs,", "fewer stages")
+        raise cannot("MaxText", f"{len(layers)} stages of {sum(layers)} layers in pairs", "fewer stages")
     found: dict[str, object] = {
         "hardware": "gpu",
         "ici_data_parallelism": mesh.data,

@@ -231,7 +231,9 @@ def test_torchtitan_gets_a_configuration_that_runs(monkeypatch, tmp_path):
     layers = [name for names in p.module_fqns_per_model_part for name in names if name.startswith("layers.")]
     assert layers == [f"layers.{n}" for n in range(32)]
     assert any("head has a table of its own" in words for words in found.inexpressible)  # MODEL ties it
-    with pytest.raises(UserError, match=r"cannot be told of model\.family=gpt2; the families llama, qwen3 would work"):
+    with pytest.raises(
+        UserError, match=r"cannot be told of model\.family=gpt2; the families llama, mistral, phi3, qwen3 would"
+    ):
         torchtitan.export(plan(), ModelConfig(layers=32), (8,) * 4)
 
 
@@ -318,6 +320,12 @@ def llama3(factor: float, **changes) -> dict:
     return {"rope_type": "llama3", "factor": factor, **USUAL_LLAMA3, **changes}
 
 
+def gemma(family: str = "gemma2", **changes) -> ModelConfig:
+    """Return a Gemma with some options and some fields."""
+    fields = {"norm_epsilon": 1e-6, **{name: changes.pop(name) for name in list(changes) if hasattr(MODEL, name)}}
+    return of(family, options=changes, **fields)
+
+
 @pytest.mark.parametrize(
     ("model", "lines"),
     [
@@ -326,7 +334,7 @@ def llama3(factor: float, **changes) -> dict:
         (of("mistral", options={"sliding_window": 4096}), {"--window-size 4095,0"}),
         (of("phi3", options={"partial_rotary_factor": 0.75}), {"--rotary-percent 0.75"}),
         (of("smollm3"), {"--no-rope-freq 4"}),
-        (of("llama", rope_scaling=llama3(32.0)), {"--use-rope-scaling", "--rope-scaling-factor 32.0"}),
+        (of("llama", rope_scaling=llama3(8.0)), {"--use-rope-scaling"}),
         (of("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}), {"--rotary-seq-len-interpolation-factor 4"}),
     ],
     ids=lambda x: getattr(x, "family", None),
@@ -368,6 +376,7 @@ def test_maxtext_and_torchtitan_are_told_what_is_a_familys_own():
             of("granite"),
             "model.family=granite; the families gpt2, llama, mistral, phi3, qwen2, qwen3, smollm3",
         ),
+        (megatron, of("llama", rope_scaling=llama3(32.0)), "model.rope_scaling.factor=32.0; 8 would work"),
         (megatron, of("llama", rope_scaling=llama3(8.0, low_freq_factor=2)), "rope_scaling.low_freq_factor=2; 1 would"),
         (
             megatron,
@@ -379,10 +388,21 @@ def test_maxtext_and_torchtitan_are_told_what_is_a_familys_own():
         (torchtitan, of("qwen3", rope_scaling=llama3(8.0)), "the types default would work"),
         (maxtext, of("mistral", options={"sliding_window": 9}), "model.options.sliding_window=9; 0 would work"),
         (maxtext, of("llama", rope_scaling=llama3(32.0)), "model.rope_scaling.factor=32.0; 8 would work"),
-        (maxtext, of("gemma2"), "model.family=gemma2; the families gpt2, llama, mistral, qwen2, qwen3 would work"),
+        (torchtitan, of("phi3", options={"sliding_window": 9}), "model.options.sliding_window=9; 0 would work"),
+        (maxtext, of("phi3", options={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5; 1.0 would work"),
+        (maxtext, of("smollm3"), "phi3, qwen2, qwen3, olmo2, gemma2, gemma3 would work"),
+        (maxtext, of("olmo2"), "model.family=olmo2 with mesh.pipe=4; mesh.pipe=1 would work"),
+        (maxtext, of("gemma2"), "model.norm_epsilon=1e-05 of a Gemma; 1e-06 would work"),
+        (maxtext, gemma(), "model.options.query_pre_attn_scalar=256; 128 would work"),
+        (maxtext, gemma(query_pre_attn_scalar=128, layers=31), "model.layers=31 of a Gemma 2; an even number would"),
+        (maxtext, gemma(query_pre_attn_scalar=128, layers=6), "4 stages of 4 layers in pairs; fewer stages would"),
+        (maxtext, gemma(query_pre_attn_scalar=128, tied_head=False), "capping=30.0 with a head of its own; 0 would"),
+        (maxtext, gemma("gemma3", query_pre_attn_scalar=128), "model.family=gemma3 with mesh.pipe=4; mesh.pipe=1"),
+        (maxtext, gemma("gemma3", query_pre_attn_scalar=1, head_size=64), "pre_attn_scalar=1; 128 or 64 would work"),
+        (maxtext, gemma("gemma3", query_pre_attn_scalar=128, sliding_window_pattern=4), "pattern=4; 6 would work"),
     ],
     ids=lambda x: getattr(x, "family", getattr(x, "__name__", "").rpartition(".")[2] or None),
 )
 def test_what_a_trainer_cannot_be_told_is_a_sentence(trainer, model, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        trainer.export(plan(), model, (8,) * 4)
+        trainer.export(plan(), model, (model.layers // 4,) * 4)

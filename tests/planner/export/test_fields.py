@@ -19,14 +19,15 @@ GPT2 = ModelConfig(vocab_size=256, layers=4)
 LLAMA = dataclasses.replace(GPT2, family="llama", tied_head=False, kv_heads=2, intermediate=256, separator=0)
 MISTRAL, QWEN3 = (dataclasses.replace(LLAMA, family=family) for family in ("mistral", "qwen3"))
 TIED = (dataclasses.replace(model, dtype="float32", tied_head=True) for model in (GPT2, LLAMA))
-BASES = [GPT2, LLAMA, MISTRAL, QWEN3, *TIED]
+GEMMA = dataclasses.replace(LLAMA, family="gemma2", layers=8, tied_head=True, head_size=256, norm_epsilon=1e-6)
+BASES = [GPT2, LLAMA, MISTRAL, QWEN3, GEMMA, *TIED]
 # Other values than those of the bases.
 VALUES = {
     "module": ("tests.paxtrain.model.parallel_block:ParallelBlock",),
     "family": ("gpt2", "llama", "qwen2", "gemma2"),
     "vocab_size": (384, 500),
     "vocab_multiple": (512,),
-    "layers": (8,),
+    "layers": (8, 16),
     "hidden": (256,),
     "heads": (8,),
     "kv_heads": (1,),
@@ -41,7 +42,7 @@ VALUES = {
     "sequence": (256,),
     "tied_head": (False, True),
     "rope_theta": (500_000.0, 10_000.5),
-    "norm_epsilon": (1e-6,),
+    "norm_epsilon": (1e-6, 1e-4),
     "embedding_dropout": (0.1,),
     "residual_dropout": (0.1,),
     "dtype": ("float32", "bfloat16"),
