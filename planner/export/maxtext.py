@@ -119,7 +119,7 @@ def _own(model: ModelConfig) -> dict[str, object]:
     if model.family in ("gemma2", "gemma3"):
         return _gemma(model)
     require_all_seen("MaxText", model)
-    return {
+    found: dict[str, dict[str, object]] = {
         "qwen2": {"attention_bias": True},
         "qwen3": {"use_qk_norm": True},
         # The decoder of OLMo 3 with windows that reach over the whole sample, so the layers are all alike.
@@ -129,7 +129,8 @@ def _own(model: ModelConfig) -> dict[str, object]:
             "sliding_window_size": model.sequence,
             "inhomogeneous_layer_cycle_interval": 1,
         },
-    }.get(model.family, {})
+    }
+    return found.get(model.family, {})
 
 
 def _named(name: str, model: ModelConfig) -> dict[str, object]:
@@ -150,7 +151,7 @@ def _gemma(model: ModelConfig) -> dict[str, object]:
     """
     options = {name: option(model, name, 0) for name in architecture(model).options}
     cap, scale = options["final_logit_softcapping"], options["query_pre_attn_scalar"]
-    names = {model.head_dim: "gemma3-4b"}  # what each divides scores by the root of
+    names: dict[float, str] = {model.head_dim: "gemma3-4b"}  # what each divides scores by the root of
     if model.family == "gemma3":
         names = {model.hidden // model.heads: "gemma3-27b", **names}
     for right, what, fits in (
