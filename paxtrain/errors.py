@@ -1,15 +1,22 @@
 """Bad input: its error, one sentence for the user, whole numbers that users write, and libraries that are not there.
 
-`command_line` prints the sentence and exits with code 2.
+`command_line` prints the sentence and exits with code 2. `command` writes the commands that sentences name.
 """
 
 import errno
 import importlib
 import os
+import pathlib
+import shlex
+import shutil
+import sys
 from types import ModuleType
 
 MOST_SECONDS = 1e9  # thirty years; timers and XLA's flags take little more
 PREFIX = "error: "  # begins the sentence
+_SCRIPTS = {"paxtrain": "paxtrain", "planner": "paxplan"}  # console scripts by package
+# Their commands whose names are not those of the modules.
+_COMMANDS = {"paxtrain.huggingface export": "export", "paxtrain.testing": "check"}
 
 
 class UserError(Exception):
@@ -77,3 +84,36 @@ def library(name: str, why: str) -> ModuleType:
     except ImportError as error:
         needed = name.partition(".")[0]
         raise UserError(f"{why}, which needs {needed} ({error}); pip install {needed}") from error
+
+
+def _typed(program: str) -> str:
+    """Return a program as a shell finds it takes it here: its name, its path from this folder or its whole path."""
+    found = shutil.which(os.path.basename(program))
+    if not os.path.isabs(program) or (found and os.path.abspath(found) == program):
+        return shlex.quote(program if not os.path.isabs(program) else os.path.basename(program))
+    below = pathlib.Path(program).is_relative_to(pathlib.Path.cwd())
+    return shlex.quote(os.path.relpath(program) if below else program)
+
+
+def _script() -> str:
+    """Return the path of the console script that has started this process; "" if `python -m` has."""
+    return sys.argv[0] if os.path.basename(sys.argv[0]) in _SCRIPTS.values() else ""
+
+
+def command(module: str) -> str:
+    """Return how the user can start a main: by the console script or the interpreter that runs now.
+
+    Args:
+        module: module of the main, such as "paxtrain.sample", and what always follows it.
+    """
+    if not (script := _script()):
+        return f"{_typed(sys.executable or 'python')} -m {module}"
+    package, _, name = module.partition(".")
+    return f"{_typed(os.path.join(os.path.dirname(script), _SCRIPTS[package]))} {_COMMANDS.get(module, name)}"
+
+
+def started() -> str:
+    """Return the command that has started this process, for the user to type again."""
+    if script := _script():
+        return f"{_typed(script)} {shlex.join(sys.argv[1:])}"
+    return f"{_typed(sys.executable or 'python')} {shlex.join(sys.orig_argv[1:])}"

@@ -97,7 +97,7 @@ def options(**more: Any) -> PlanOptions:
     kinds = tuple(kind for kind in f.compress if kind != "none")
     found = given(PlanOptions, compress=kinds, others=others, **more)
     if f["loss_budget"].present and not found.probe:
-        raise UserError("--loss_budget needs --probe, a probe.json of python -m paxtrain.study --probe")
+        raise UserError("--loss_budget needs --probe, a probe.json of paxtrain.study --probe")
     if found.probe:
         read(found)  # what is wrong with it is told before anything is measured
     return found

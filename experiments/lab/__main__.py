@@ -35,7 +35,7 @@ from experiments.lab.measuring import (
 from experiments.lab.page import results
 from experiments.lab.session import SessionError
 from paxtrain.command_line import run
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, command
 from paxtrain.run import checkpoint
 
 # Records by experiment.
@@ -107,8 +107,8 @@ def _note_environment(lab: Lab, name: str) -> None:
 def _data(prefix: str) -> None:
     if missing := [name for name in ("train", "validation") if not pathlib.Path(f"{prefix}/{name}.idx").exists()]:
         raise UserError(
-            f"there is no {missing[0]}.idx in --data={prefix}; make it: python -m paxtrain.prepare --input=stdlib "
-            f"--out={prefix}"
+            f"there is no {missing[0]}.idx in --data={prefix}; make it: {command('paxtrain.prepare')} "
+            f"--input=stdlib --out={prefix}"
         )
 
 

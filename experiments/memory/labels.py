@@ -23,7 +23,7 @@ from paxtrain import command_line
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.config.axes import AXES
 from paxtrain.config.load import nested
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, command
 from paxtrain.schedule.schedules import spec_of
 from planner.memory import closed_form, compiled
 from planner.memory.margin import margin
@@ -237,7 +237,7 @@ def read(path: pathlib.Path) -> list[LabelRow]:
         UserError: there is no such file.
     """
     if not path.exists():
-        raise UserError(f"there are no labels at {path}; python -m experiments.memory.labels makes them")
+        raise UserError(f"there are no labels at {path}; {command('experiments.memory.labels')} makes them")
     defaults, rows = Config(), []
     with path.open(newline="") as file:
         for line in csv.DictReader(file):

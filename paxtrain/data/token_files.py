@@ -21,7 +21,7 @@ import grain
 import numpy as np
 
 from paxtrain.data import checksums, tokenizer
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, command
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -172,7 +172,7 @@ class TokenFile:
             if not os.path.isfile(needed):
                 raise UserError(
                     f"there is no token file {needed}; name an existing data set without its suffix, "
-                    "or write one with `python -m paxtrain.prepare --input=TEXT --out=FOLDER`"
+                    f"or write one with `{command('paxtrain.prepare')} --input=TEXT --out=FOLDER`"
                 )
         self.dtype, tokens, self.documents, self.first_document = _read_index(f"{self.prefix}.idx")
         expected, actual = tokens * self.dtype.itemsize, os.path.getsize(path)

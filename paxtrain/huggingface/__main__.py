@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from absl import flags
 
 from paxtrain.command_line import run
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, command
 from paxtrain.huggingface.exporting import DTYPES, export
 from paxtrain.run import sampling
+
+_EXPORT = "paxtrain.huggingface export"
 
 
 def define_flags() -> None:
@@ -31,9 +33,9 @@ def main(argv: Sequence[str]) -> None:
     if what != ["export"]:
         given = f"got {' '.join(map(repr, what))}" if what else "got nothing"
         instead = "; a model is read by paxtrain.train --config.init=FOLDER" if what[:1] == ["import"] else ""
-        raise UserError(f"say export, once: python -m paxtrain.huggingface export --checkpoint=...; {given}{instead}")
+        raise UserError(f"say export, once: {command(_EXPORT)} --checkpoint=...; {given}{instead}")
     if missing := [name for name in ("checkpoint", "out") if f[name].value is None]:
-        raise UserError(f"export needs --{missing[0]}; python -m paxtrain.huggingface --help lists the flags")
+        raise UserError(f"export needs --{missing[0]}; {command(_EXPORT)} --help lists the flags")
     export(f.checkpoint, f.out, step=f.step, dtype=f.dtype)
     known = (pathlib.Path(f.out) / sampling.TOKENIZER).exists()
     print(f"wrote {f.out}" + ("" if known else f", without a tokenizer, since {f.checkpoint} has none"))

@@ -10,6 +10,7 @@ import jax
 
 from paxtrain.config import Config, OptimizerConfig, read_section, to_dict
 from paxtrain.config.axes import in_words
+from paxtrain.errors import command
 from paxtrain.model import parameters
 from paxtrain.outer.trainer import GroupedTrainer
 from paxtrain.parallel.compressed_stages import StageTimes
@@ -165,14 +166,14 @@ def next_steps(out: pathlib.Path, sampled: bool, config: Config, also: str = "")
     run, model = shlex.quote(str(out)), shlex.quote(f"{out}_hf")
     opt, steps = config.optimizer, config.run.steps
     rates = [float(learning_rate(opt, total)(steps)) for total in (steps, 2 * steps)]
-    go_on = f"python -m paxtrain.train --config={shlex.quote(str(out / CONFIG))} --config.run.steps={2 * steps}"
+    go_on = f"{command('paxtrain.train')} --config={shlex.quote(str(out / CONFIG))} --config.run.steps={2 * steps}"
     go_on += "" if config.checkpoint.resume else " --config.checkpoint.resume=True"
     rows = [("to go on", f"{go_on} with {also}" if also else go_on)]
     if rates[1] > 1.1 * rates[0]:
         rows.append(("learning rate", f"jumps then from {rates[0]:.3g} to {rates[1]:.3g}; {NO_JUMP}"))
     if sampled:
         rows += [
-            ("to sample", f"python -m paxtrain.sample --checkpoint={run}"),
-            ("to export", f"python -m paxtrain.huggingface export --checkpoint={run} --out={model}"),
+            ("to sample", f"{command('paxtrain.sample')} --checkpoint={run}"),
+            ("to export", f"{command('paxtrain.huggingface export')} --checkpoint={run} --out={model}"),
         ]
     return rows

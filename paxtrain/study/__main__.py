@@ -17,7 +17,7 @@ from absl import flags
 from paxtrain.command_line import OVERRIDES, define_config, run
 from paxtrain.config import Config, from_dict
 from paxtrain.config.options import PLACES, PROBED
-from paxtrain.errors import UserError, whole
+from paxtrain.errors import UserError, command, whole
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES
 from paxtrain.study import frontier, loss_probe, plots, report
 from paxtrain.study.loss_probe_file import FILE
@@ -105,7 +105,7 @@ def _probe(own: Config) -> str:
     others = loss_probe.variants(config, own, where, f.codecs or loss_probe.CODECS, ranks)
     study = Study(config, f.out, seeds, others, f.real_mesh, examined=False, counted=False, resume=f.resume)
     print(loss_probe.write(config, others, _trained(study), study.out))
-    print(f"\nwrote {study.out / FILE}, which python -m planner.plan takes as --probe")
+    print(f"\nwrote {study.out / FILE}, which {command('planner.plan')} takes as --probe")
     return loss_probe.PAGE
 
 

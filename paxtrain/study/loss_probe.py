@@ -14,7 +14,7 @@ from paxtrain.config import Config
 from paxtrain.config.axes import DATA, PIPE
 from paxtrain.config.compress import LOW_RANK
 from paxtrain.config.options import NO_OPTIONS, PLACES, PROBED
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, command
 from paxtrain.model import parameters
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import FILE, WORDS, LossProbe, ProbedCodec
@@ -195,7 +195,7 @@ def write(config: Config, trained: Sequence[Variant], outcomes: list[VariantResu
         "on. A short run says little of a long one: the loss still falls quickly here."
     )
     use = (
-        f"    python -m planner.plan --compress=auto --probe={out / FILE} --loss_budget=0.01 ...\n\n"
+        f"    {command('planner.plan')} --compress=auto --probe={out / FILE} --loss_budget=0.01 ...\n\n"
         "chooses codecs by these losses. It counts a mean below zero as zero, and adds a standard error."
     )
     (out / PAGE).write_text("\n\n".join(["# What codecs cost on this model", setting, made, use]) + "\n")

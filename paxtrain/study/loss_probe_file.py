@@ -158,7 +158,7 @@ def load(path: str | pathlib.Path) -> LossProbe:
     Raises:
         UserError: the file cannot be read or is no JSON object, or it has wrong keys or values.
     """
-    return files.read_json(path, "probe", f"name a {FILE} of python -m paxtrain.study --probe", from_json)
+    return files.read_json(path, "probe", f"name a {FILE} of paxtrain.study --probe", from_json)
 
 
 def from_json(values: object) -> LossProbe:

@@ -302,7 +302,7 @@ def _rails(value: object, nics: int, devices: int, kinds: Sequence[str]) -> Rail
 def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """Return the rows of the compute profile, which must have all keys, with values that make sense."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError("compute must be a list of objects, as python -m planner.profile writes it")
+        raise UserError("compute must be a list of objects, as planner.profile writes it")
     seen: dict[tuple, int] = {}
     for place, row in enumerate(rows):
         missing = [key for key in ("kind", "save", "dtype", *_SIZES, *_SECONDS) if key not in row]

@@ -17,7 +17,7 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from paxtrain.config.axes import AXES, TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts, sequence_parts
 from paxtrain.config.model import FAMILIES
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, command
 from paxtrain.model import parameters
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
 from planner.cluster.device_sheets import REACH, SHEETS, DeviceSheet
@@ -414,7 +414,7 @@ def layer(
     groups = {row: times for row, times in _groups(cluster, kind).items() if _family(row) in (*FAMILIES, model.module)}
     if not groups:
         if kind == "cpu":
-            raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
+            raise UserError(f"a cluster of device cpu has no data sheet; measure it: {command('planner.profile')}")
         return sheet(model, device, mesh, micro_batch, save, link, cluster.shares, sequence_parallel)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, command
 from planner.cluster.cluster import Cluster
 from planner.fit import design, fitting
 from planner.fit.calibration import Calibration
@@ -54,7 +54,7 @@ def proposals(
     plans, runs = _fitting(found, plans), _fitting(found, runs)
     if not plans:
         raise UserError(
-            f"no layout of the model fits into the memory of {cluster.name}; python -m planner.memory says what would"
+            f"no layout of the model fits the memory of {cluster.name}; {command('planner.memory')} says what would"
         )
     done = {dataclasses.replace(trial, seconds=None, memory=None, failed=False) for trial in measured}
     runs = [trial for trial in runs if trial not in done]

@@ -2,8 +2,6 @@
 
 import dataclasses
 import pathlib
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -12,7 +10,7 @@ from paxtrain import files
 from paxtrain.config import CompressConfig, Config, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.devices.gpus import GPUS
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, started
 from planner.cluster.cluster import PAXTRAIN, Cluster
 from planner.cost import compute
 from planner.cost.candidate import Candidate, host_order
@@ -375,7 +373,7 @@ class _Planning:
             offers=known.offers,
             oracle=rows,
             explained=self.explained(chosen) if reasons else (),
-            command=shlex.join(["python", *sys.orig_argv[1:]]),
+            command=started(),
             gain=search.options.gain,
         )
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from paxtrain import files
 from paxtrain.config.plan import Plan
+from paxtrain.errors import command
 from paxtrain.run.stragglers.stragglers import Slowdown
 from planner.cluster.cluster import Cluster
 from planner.planning.planning import PLAN
@@ -71,7 +72,7 @@ class Replanning:
         model, cluster = self._folder / _MODEL, self._folder / _CLUSTER
         words = [f"--model={model}", f"--cluster={cluster if self._cluster else _CLUSTER}", *change]
         words += [f"--out={self._folder}", *_QUICK, *self._options]
-        told = shlex.join(["python", "-m", "planner.plan", *words])
+        told = f"{command('planner.plan')} {shlex.join(words)}"
         self._folder.mkdir(exist_ok=True)
         files.write(model, json.dumps(self._values))
         if self._running is not None or self._cluster is None:

@@ -145,7 +145,8 @@ def test_without_a_slowdown_nothing_is_said(cluster, tmp_path):
 def test_what_a_plan_without_the_slow_host_would_take_is_predicted_while_the_run_goes_on(cluster, tmp_path):
     training = Training(cluster, tmp_path, program="planner.run", **{"batch.global_batch": 24})
     line, _ = training.slowed(lambda: cluster.limit(SHARE / 5, 2))
-    assert "host pax2 takes" in line and "A step with another plan is being predicted: python -m planner.plan" in line
+    assert "host pax2 takes" in line
+    assert re.search(r"A step with another plan is being predicted: \S+ -m planner\.plan", line)
     [answer] = training.wait_for(lambda: re.findall("^step .*is predicted to take.*$", training.said, re.MULTILINE))
     print(f"after step {training.step}: {answer}")
     assert "without pax2 a step is predicted to take " in answer and "replanned/plan.json is its plan" in answer

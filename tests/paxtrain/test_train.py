@@ -184,9 +184,9 @@ def test_the_end_tells_everything(finished):
     sample = sampling.sample(out, "\n", 20, seed=0)
     after = stdout.split("a sample:\n")[1].removeprefix(sample + "\n").splitlines()
     assert [line.split("  ")[1] for line in after] == ["to go on", "learning rate", "to sample", "to export"]
-    assert f"python -m paxtrain.train --config={out}/config.json --config.run.steps={2 * STEPS}" in after[0]
-    assert f"python -m paxtrain.sample --checkpoint={out}" in after[2]
-    assert f"python -m paxtrain.huggingface export --checkpoint={out} --out={out}_hf" in after[3]
+    assert f" -m paxtrain.train --config={out}/config.json --config.run.steps={2 * STEPS}" in after[0]
+    assert f" -m paxtrain.sample --checkpoint={out}" in after[2]
+    assert f" -m paxtrain.huggingface export --checkpoint={out} --out={out}_hf" in after[3]
     assert f"step {STEPS}/{STEPS}: loss " in stderr
     assert losses(out)[STEPS] < losses(out)[1] - 1
     assert [r["step"] for r in curve(out) if "validation_loss" in r] == [0, 25, 50, STEPS]
@@ -211,10 +211,8 @@ def test_started_again_at_its_end_it_says_the_same(home, finished, tmp_path, cap
 def test_the_command_to_go_on_goes_on(home, tmp_path, capsys):
     changes = {"run__steps": 2, "run__sample_tokens": 0, "optimizer__warmup_steps": 0}
     started(configuration(home, tmp_path / "a run", **changes)).train()
-    [command] = re.findall(r"to go on +python (.*)\n", capsys.readouterr().out)
-    done = subprocess.run(
-        [sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    [command] = re.findall(r"to go on +(.*)\n", capsys.readouterr().out)
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "resumed from step 2, 16 samples consumed" in done.stdout, done.stderr
     assert "settings have changed: run.steps was 2 and is 4; " in done.stdout
     assert final_state(configuration(home, tmp_path / "a run"))[1]["step"] == 4

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from paxtrain.config import Config
 from paxtrain.config.plan import HOST
+from paxtrain.errors import command
 from paxtrain.process import distributed
 from paxtrain.process.appointment import Appointment
 from paxtrain.run.stragglers.judgement import LEAST, Culprit, JobNames, Judge
@@ -81,8 +82,8 @@ def by_hand(config: Config) -> Advise:
     def advise(found: Slowdown) -> str:
         hosts = ",".join(dict.fromkeys(culprit.host for culprit in found.culprits if culprit.host))
         model = f"{shlex.quote(config.run.out)}/config.json"
-        command = f"python -m planner.plan --model={model} --cluster=CLUSTER.json --without={hosts}"
-        return f"Predict a step without {hosts}: {command}" if hosts else ""
+        told = f"{command('planner.plan')} --model={model} --cluster=CLUSTER.json --without={hosts}"
+        return f"Predict a step without {hosts}: {told}" if hosts else ""
 
     return advise
 

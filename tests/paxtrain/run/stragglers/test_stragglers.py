@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from paxtrain.config import from_dict
+from paxtrain.errors import command
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.run.stragglers import stragglers as module
 from paxtrain.run.stragglers.judgement import Culprit
@@ -80,8 +81,8 @@ def test_without_a_planner_the_command_that_plans_is_told():
     advise = by_hand(from_dict({"optimizer": {"warmup_steps": 1}, "run": {"out": "runs/my run"}}))
     host, link = Culprit("host/b", "", 2.0, host="b"), Culprit("link/a-to-b", "", 5.0, link=("a", "b"))
     told = advise(Slowdown(57, 50, StepChange(0.2, 0.3, 8), (link, host)))
-    command = "python -m planner.plan --model='runs/my run'/config.json --cluster=CLUSTER.json --without=b"
-    assert told == f"Predict a step without b: {command}"
+    words = "--model='runs/my run'/config.json --cluster=CLUSTER.json --without=b"
+    assert told == f"Predict a step without b: {command('planner.plan')} {words}"
     assert advise(Slowdown(57, 50, StepChange(0.2, 0.3, 8), (link,))) == ""
 
 
@@ -98,6 +99,7 @@ def test_nobody_is_told_to_plan_without_all_hosts(stragglers, monkeypatch, slow,
 TOGETHER = """
 import json, time
 from paxtrain.config import from_dict
+from paxtrain.errors import command
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.run.stragglers import stragglers as module
 from paxtrain.run.stragglers.suspects import DEVICE
