@@ -5,6 +5,7 @@ A main whose output nobody reads any more, as with `| head`, ends quietly, as SI
 """
 
 import contextlib
+import difflib
 import os
 import re
 import select
@@ -17,12 +18,13 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from paxtrain.config.load import JSON, errors_of, recorded, require_names
+from paxtrain.config.load import JSON, close, errors_of, recorded, require_names
 from paxtrain.errors import PREFIX, UserError, printable, told
 from paxtrain.files import find
 from paxtrain.process import setup
 
 OVERRIDES = "overrides are written --config.section.key=value"
+_SUGGESTED = 3  # keys of the configuration that stand for a wrong flag
 UNREAD = 141  # exit code of a process that SIGPIPE ends
 _COLUMN = 26  # at which `--help` begins to describe a flag
 # What Python and absl say of a flag's value, and what is said instead.
@@ -30,9 +32,11 @@ _PLAINLY = {
     r"invalid literal for int\(\) with base 10: (.*)": r"\1 is no integer",
     r"could not convert string to float: (.*)": r"\1 is no number",
     r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.": r"\1 is missing; --help says what it is",
+    r"Found (.*) in argv before a value for (--\w+) was specified": r"\1 changes what \2 names; put \2=FILE first",
     r"\('Non-boolean argument to boolean flag', (.*)\)": r"\1 is neither True nor False",
 }
 _titles: dict[str, str] = {}  # of the groups in `--help`, by the names of flags
+_configurations: list[str] = []  # names of the flags that `define_config` has defined
 
 
 def sentence(error: Exception | str) -> str:
@@ -107,6 +111,34 @@ def _check_numbers(argv: Sequence[str]) -> None:
             raise UserError(f"--{name}={value} is no number; write it with the digits 0 to 9 alone")
 
 
+def _configuration() -> str:
+    """Return the name of the flag for the configuration; "" if the program has none."""
+    return _configurations[0] if _configurations else ""
+
+
+def _instead(name: str, own: Sequence[str]) -> str:
+    """Return what a flag that does not exist may stand for, in words.
+
+    Args:
+        name: the flag.
+        own: the program's own flags.
+    """
+    section, like = _configuration(), [f"--{each}" for each in difflib.get_close_matches(name, own, cutoff=0.8)]
+    if section and not like:
+        like = [f"--{section}.{key}" for key in close(name.removeprefix(f"{section}."))[:_SUGGESTED]]
+    return f"did you mean {' or '.join(like)}?" if like else "--help lists the flags"
+
+
+def _positional(argument: str) -> str:
+    """Return which flag an argument without one may be the value of, in words, with a stop; "" if none."""
+    section = _configuration()
+    if not section:
+        return ""
+    if "=" in argument:
+        return f"write --{section}.{argument} if it is an override; "
+    return f"write --{section}={argument} if it is the {'model' if section == 'model' else 'configuration'}; "
+
+
 def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: str = "") -> list[str]:
     """Define flags, parse a command line and return its other arguments; a mistake in it ends the process.
 
@@ -121,6 +153,7 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
         if any("\ud800" <= character <= "\udfff" for character in argument):
             fail(UserError(f"the argument {argument!r} is not UTF-8 text; write it in UTF-8"))
     before = set(flags.FLAGS)
+    _configurations.clear()
     try:
         define_flags()
         names = [name for name in flags.FLAGS if name not in before and "." not in name]
@@ -137,14 +170,17 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
         reason = str(error).splitlines()[-1].strip()
         fail(UserError(f"cannot load the configuration file ({reason}); name one such as configs/tiny.py or tiny"))
     except (AttributeError, KeyError) as error:
-        key = str(error.args[0]).rpartition("lookup: ")[2]
-        fail(UserError(f"no such configuration key: {key}; write --config.section.key=value"))
-    except flags.IllegalFlagValueError as error:
+        key = re.sub(r"\nDid you mean (.*) instead of.*", r" (did you mean \1?)", str(error.args[0]))
+        key = key.rpartition("lookup: ")[2]
+        fail(UserError(f"no such configuration key: {key}; write --{_configuration()}.section.key=value"))
+    except flags.UnrecognizedFlagError as error:
+        fail(UserError(f"{str(error).partition('. Did')[0]}; {_instead(error.flagname, names)}"))
+    except flags.Error as error:
         text = str(error)
         for pattern, plain in _PLAINLY.items():
             text = re.sub(pattern, plain, text)
         fail(UserError(text))
-    except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:
+    except (TypeError, ValueError, ImportError, SyntaxError) as error:
         fail(error)
 
 
@@ -158,6 +194,7 @@ def define_config(name: str, default: str | None, description: str) -> None:
         default: name of a shipped file; None if the flag may be left out.
         description: help text of the flag.
     """
+    _configurations.append(name)
     config_flags.DEFINE_config_file(
         name, default and find(default), description, lock_config=False, accept_new_attributes=True
     )
@@ -257,7 +294,7 @@ def run(
     def guarded(argv: Sequence[str]) -> None:
         try:
             if hint is not None and len(argv) > 1:
-                raise UserError(f"unexpected argument {argv[1]!r}; {hint}")
+                raise UserError(f"unexpected argument {argv[1]!r}; {_positional(argv[1])}{hint}")
             main(argv)
         except Exception as error:
             found = told(error)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import json
 import pathlib
@@ -9,7 +10,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from paxtrain.config.checks import require, shown
@@ -21,6 +22,7 @@ from paxtrain.files import find, read_json
 
 Section = TypeVar("Section")
 _TYPE = "model_type"  # is in each config.json of Hugging Face's layout
+_ALIKE = 0.8  # similarity of two names, of which one is told for the other
 JSON = ".json"  # ends the name of a configuration that a run has recorded
 
 
@@ -42,12 +44,44 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
     kwargs: dict[str, object] = {}
     for key, value in renewed(cls, dict(items())).items():
         name = f"{path}.{key}" if path else key
-        require(key in hints, f"unknown configuration key {name}; known here: {', '.join(sorted(hints))}")
+        meant = "" if key in hints else _meant(name, list(hints))
+        require(key in hints, f"unknown configuration key {name}{meant}; known here: {', '.join(sorted(hints))}")
         kwargs[key] = _value(hints[key], value, name)
     missing = [f.name for f in dataclasses.fields(cls) if _required(f) and f.name not in kwargs]  # type: ignore[arg-type]
     where = f" in {path}" if path else ""
     require(not missing, f"{', '.join(missing)} missing{where}; known here: {', '.join(sorted(hints))}")
     return cls(**kwargs)
+
+
+def keys(cls: type = Config, path: str = "") -> Iterator[str]:
+    """Yield the dotted key of every value of a section, or of the whole configuration."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from keys(hint, f"{path}{name}.")
+        elif typing.get_origin(hint) is not ClassVar:
+            yield path + name
+
+
+def close(name: str) -> list[str]:
+    """Return the keys that end like a wrong one or its end, if any do, and else those that are spelled like it."""
+    every, last = list(keys()), name.rpartition(".")[2]
+    ends = [key for key in every if f".{key}".endswith(f".{name}")] or [
+        key for key in every if key.rpartition(".")[2] == last
+    ]
+    like = difflib.get_close_matches(last, {key.rpartition(".")[2] for key in every}, cutoff=_ALIKE)
+    return ends or [key for name in like for key in every if key.rpartition(".")[2] == name]
+
+
+def _meant(name: str, here: Sequence[str]) -> str:
+    """Return the key that a wrong one stands for, in brackets; "" if none is known.
+
+    Args:
+        name: the wrong key.
+        here: the names in its section.
+    """
+    path, point, last = name.rpartition(".")
+    like = [path + point + one for one in difflib.get_close_matches(last, here, cutoff=_ALIKE)] or close(name)
+    return f" (did you mean {like[0]}?)" if like else ""
 
 
 def renewed(cls: type, values: dict[str, Any]) -> dict[str, Any]:

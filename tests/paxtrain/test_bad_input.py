@@ -218,7 +218,16 @@ BAD_FLAGS = {
     "configuration file with a number as a key": ["--config={home}/number.py"],
     "configuration file with keys that cannot be sorted": ["--config={home}/mixed.py"],
     "positional argument": ["configs/tiny.py"],
+    "configuration without its flag": ["tiny"],
+    "override without its flag": ["run.steps=3"],
     "unknown flag": ["--meshes=3"],
+    "flag that is a key of two sections": ["--schedule=1f1b"],
+    "flag that is a key, with its section": ["--pipeline.schedule=1f1b"],
+    "flag that is a key, misspelled": ["--lerning_rate=1"],
+    "flag that is misspelled": ["--cpu_device=8"],
+    "key that is misspelled": ["--config.run.step=3"],
+    "section that is misspelled": ["--config.runs.steps=3"],
+    "key of another section": ["--config.run.global_batch=8"],
     "no number": ["--cpu_devices=many"],
     "negative number": ["--cpu_devices=-1"],
     "devices without end": ["--cpu_devices=40000"],
@@ -244,6 +253,7 @@ def test_training_with_bad_flags(home, tmp_path, refused, snapshot):
     for what, flags in BAD_FLAGS.items():
         said += [f"{what}:", f"    {refused(train, *training(home, tmp_path / 'out', *flags))}"]
     assert not (tmp_path / "out").exists()
+    said += ["override before its file:", f"    {refused(train, '--config.run.steps=3', '--config=tiny')}"]
     # Without overrides nothing looks into a configuration file while flags are parsed.
     said += [
         "without overrides:",
