@@ -68,7 +68,7 @@ def close(name: str) -> list[str]:
     ends = [key for key in every if f".{key}".endswith(f".{name}")] or [
         key for key in every if key.rpartition(".")[2] == last
     ]
-    like = difflib.get_close_matches(last, {key.rpartition(".")[2] for key in every}, cutoff=_ALIKE)
+    like = difflib.get_close_matches(last, list(dict.fromkeys(key.rpartition(".")[2] for key in every)), cutoff=_ALIKE)
     return ends or [key for name in like for key in every if key.rpartition(".")[2] == name]
 
 

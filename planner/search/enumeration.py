@@ -1,5 +1,6 @@
 """Enumeration of a space: every way to split a model over a cluster that the trainer accepts."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,16 +81,7 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
     if meshes and choices.outer.every:
         meshes = _in_groups(meshes, choices)
     if not meshes:
-        split = ", ".join(f"model.{name}={size}" for name, size in model.split_sizes.items())
-        padded = {t: multiple for t in choices.tensor if (multiple := model.vocabulary_for(t))}
-        key = "--model.model.vocab_multiple"
-        raise UserError(
-            f"no mesh fits {cluster.devices} devices, {cluster.devices_per_host} a host: tensor must divide "
-            f"{split} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
-            f"data={listed(choices.data)}, tensor={listed(choices.tensor)} and pipe={listed(choices.pipe)}"
-            + "".join(f" and {name}={listed(choices.sizes[name])}" for name in more_axes())
-            + "".join(f"; {key}={n} would let tensor={t} divide the vocabulary" for t, n in padded.items())
-        )
+        raise UserError(_no_mesh(cluster, model, choices))
     refused: dict[str, None] = {}
     rows = list(_rows(cluster, model, global_batch, choices, meshes, refused))
     if not rows and refused:
@@ -198,6 +190,57 @@ def context_forms(model: ModelConfig, mesh: Mapping[str, int]) -> list[int]:
     shared = sequence_parts(mesh)
     heads = model.key_value_heads % (shared * mesh[TENSOR]) == 0
     return [n for n, form in enumerate(CONTEXT_FORMS) if n == 0 or (shared > 1 and (form != "heads" or heads))]
+
+
+def _no_mesh(cluster: Cluster, model: ModelConfig, choices: Choices) -> str:
+    """Return why no mesh has the sizes that are asked for, and which would work."""
+    asked = {name: some for name, some in choices.sizes.items() if some}
+    flags = " ".join(f"--{name}={listed(some)}" for name, some in asked.items())
+    alone = {name: _sizes(cluster, model, choices, name) for name in asked}
+    for name, some in asked.items():
+        if alone[name] and not set(some) & set(alone[name]):
+            padded = {t: multiple for t in some if name == TENSOR and (multiple := model.vocabulary_for(t))}
+            key = "--model.model.vocab_multiple"
+            return f"{_wrong(cluster, model, name, some)}; {either(alone[name])} would fit" + "".join(
+                f"; {key}={n} would let tensor={t} divide the vocabulary" for t, n in padded.items()
+            )
+    where = f"{cluster.devices} devices, {cluster.devices_per_host} a host"
+    if len(asked) > 1 and all(alone.values()):
+        return f"{flags} do not fit {where}, together; leave one of them out"
+    return f"no mesh for this model fits {where}; plan for another number of devices"
+
+
+def _sizes(cluster: Cluster, model: ModelConfig, choices: Choices, name: str) -> list[int]:
+    """Return the sizes of an axis with which there are meshes if no other axis is narrowed."""
+    every = {DATA: (), PIPE: (), TENSOR: (), "others": ()}
+    some = tuple(divisors(cluster.devices))
+    one = {name: some} if name in every else {"others": ((name, some),)}
+    return sorted({mesh[name] for mesh in _meshes(cluster, model, dataclasses.replace(choices, **(every | one)))})
+
+
+def _wrong(cluster: Cluster, model: ModelConfig, name: str, some: Sequence[int]) -> str:
+    """Return why no mesh has one of the sizes of an axis that are asked for."""
+    flag, per_host = f"--{name}={listed(some)}", cluster.devices_per_host
+
+    def divides(what: str) -> str:
+        return f"none of {flag} divides {what}" if len(some) > 1 else f"{flag} does not divide {what}"
+
+    if all(cluster.devices % size for size in some):
+        return divides(f"{cluster.devices} devices")
+    if name == PIPE and min(some) > model.layers:
+        return f"{flag} is more than model.layers={model.layers}"
+    if name in inside_axes() and all(per_host % size for size in some):
+        return divides(f"the {per_host} devices of a host")
+    for what, whole in model.split_by(name).items() if name in inside_axes() else ():
+        if all(whole % size for size in some):
+            return divides(f"model.{what}={whole}")
+    return f"{flag} fits none of the meshes of {cluster.devices} devices, {per_host} a host"
+
+
+def either(values: Sequence[int]) -> str:
+    """Return sizes in words, "1, 2 or 4"."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _in_groups(meshes: list[dict[str, int]], choices: Choices) -> list[dict[str, int]]:

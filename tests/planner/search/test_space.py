@@ -137,14 +137,39 @@ def test_any_number_of_hosts_and_more_stages_than_hosts():
     ("batch", "choices", "sentence"),
     [
         (7, Choices(tensor=(1,), pipe=(1,)), "a global batch of 7 cannot be split"),
-        (16, Choices(tensor=(3,)), "no mesh fits 8 devices"),
-        (16, Choices(pipe=(16,)), "allowed were data=any, tensor=any and pipe=16"),
+        (16, Choices(tensor=(3,)), "--tensor=3 does not divide 8 devices; 1, 2 or 4 would fit"),
+        (16, Choices(tensor=(8,)), "--tensor=8 does not divide the 4 devices of a host; 1, 2 or 4 would fit"),
+        (16, Choices(pipe=(16,)), "--pipe=16 does not divide 8 devices; 1, 2, 4 or 8 would fit"),
+        (16, Choices(pipe=(5, 3)), "none of --pipe=5,3 divides 8 devices; 1, 2, 4 or 8 would fit"),
+        (16, Choices(data=(3,)), "--data=3 does not divide 8 devices; 1, 2, 4 or 8 would fit"),
+        (16, Choices(data=(4,), pipe=(4,)), "--data=4 --pipe=4 do not fit 8 devices, 4 a host, together; leave one of"),
     ],
 )
 def test_what_cannot_be_split_is_told(batch, choices, sentence):
     with pytest.raises(UserError) as error:
         enumerate_candidates(cluster(2, 4), MODEL, batch, choices)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "choices", "sentence"),
+    [
+        ({"layers": 2}, Choices(pipe=(4, 8)), "--pipe=4,8 is more than model.layers=2; 1 or 2 would fit"),
+        (
+            {"heads": 23, "hidden": 23 * 64},
+            Choices(tensor=(2,)),
+            "--tensor=2 does not divide model.heads=23; 1 would fit",
+        ),
+    ],
+)
+def test_sizes_that_the_model_rules_out_are_told_with_those_that_it_allows(model, choices, sentence):
+    with pytest.raises(UserError) as error:
+        enumerate_candidates(cluster(2, 4), dataclasses.replace(MODEL, **model), 16, choices)
+    assert str(error.value) == sentence
+    found = [int(size) for size in re.findall(r"\d+", sentence.partition("; ")[2])]
+    [name] = [name for name, some in choices.sizes.items() if some]
+    space = enumerate_candidates(cluster(2, 4), dataclasses.replace(MODEL, **model), 16, Choices())
+    assert sorted(set(space.column(name).tolist())) == found
 
 
 def test_a_vocabulary_that_is_advised_lets_tensor_divide_it():
