@@ -11,6 +11,7 @@ from ml_collections import config_flags
 
 from paxtrain.command_line import define_config, group
 from paxtrain.config import Config, from_dict, plan, to_dict
+from paxtrain.config.axes import in_words
 from paxtrain.config.load import described
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES, cpu_devices
 from paxtrain.process import distributed, launchers
@@ -93,6 +94,15 @@ def join() -> None:
     """
     f = flags.FLAGS
     distributed.initialize(f.coordinator, f.num_processes, f.process_id, f.coordinator_timeout, f.lost_timeout)
+
+
+def tell_cpu_devices(config: Config) -> None:
+    """Say how many virtual CPU devices a mesh gets on its own account; call it once the processes have joined."""
+    if not flags.FLAGS.cpu_devices and jax.default_backend() == "cpu" and jax.process_index() == 0:
+        made = jax.local_device_count()
+        each = " in each process" if jax.process_count() > 1 else ""
+        devices = f"{made} virtual CPU device{'s are' if made > 1 else ' is'}"
+        print(f"{devices} made{each} for {in_words(config.mesh.sizes)}; --cpu_devices sets their number", flush=True)
 
 
 def progress() -> Progress:

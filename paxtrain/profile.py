@@ -24,6 +24,7 @@ from paxtrain.parallel.mesh import host_major, make_mesh
 from paxtrain.process import distributed
 from paxtrain.profiling import ledger
 from paxtrain.profiling.breakdown import Breakdown, breakdown, by_stage, table
+from paxtrain.run.prepared import require_memory
 
 HINT = OVERRIDES
 
@@ -38,6 +39,7 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
     """
     trainer = trainer_of(config, mesh)
     checks.check(trainer.compression)
+    require_memory(trainer)
     state = trainer.init(config.run.seed)
     if config.compress.data.stages == "selective":
         chosen = compressed_stages.choose(trainer, state)[0].chosen()

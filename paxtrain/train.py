@@ -16,6 +16,7 @@ def main(argv: Sequence[str]) -> None:
     config, chosen = shared_flags.configured()
     with shared_flags.progress() as progress:
         shared_flags.join()
+        shared_flags.tell_cpu_devices(config)
         train_together(config, chosen, distributed.host_names() if chosen and chosen.hosts else [], progress)
 
 

@@ -13,9 +13,10 @@ from paxtrain import files
 from paxtrain.config.compress import CompressConfig
 from paxtrain.config.config import Config
 from paxtrain.config.load import from_dict, read_section, renewed
+from paxtrain.config.model import ModelConfig
 from paxtrain.config.optimizer import OuterConfig
 from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, printable
 
 VERSION = 1
 # Terms of a step that `predicted["terms"]` may have, seconds by stage that add up to the step. The first three have the
@@ -25,6 +26,9 @@ VERSION = 1
 FORWARD, BACKWARD, HEAD, COMPRESSION = COMPUTE = ("forward", "backward", "head", "compression")
 TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER, HOST = ("transfer", "gather", "reduce", "sync", "optimizer", "host")
 _DEEPEST = 32  # lists and objects inside each other in a plan's JSON, which dataclasses.asdict walks by recursion
+# Fields of ModelConfig that a plan keeps of the model that it was made for.
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "intermediate", "vocab_size", "sequence")
+_SHAPE = ("family", "module", *_SIZES)
 _LATER = ("context", "context_form", "shard_group")  # keys that plans of earlier versions lack
 _SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 
@@ -153,6 +157,33 @@ class Plan:
                 )
             values = {**values, "model": {**model, "module": self.module}}
         return from_dict({**values, **{name: dataclasses.asdict(getattr(self, name)) for name in _SECTIONS}})
+
+
+def shape(model: ModelConfig) -> dict[str, object]:
+    """Return what a plan keeps of the model that it was made for, as JSON values."""
+    sizes = {"kv_heads": model.key_value_heads, "head_size": model.head_dim, "intermediate": model.ffn}
+    return {name: sizes.get(name, getattr(model, name)) for name in _SHAPE}
+
+
+def other_model(plan: Plan, model: ModelConfig) -> str:
+    """Return a sentence that says that a plan was made for another model; "" if it was not, or does not say for which.
+
+    Args:
+        plan: the plan.
+        model: the model that it is used for.
+    """
+    planned, here = plan.predicted.get("model"), shape(model)
+    if not isinstance(planned, dict):
+        return ""
+    different = [name for name in _SHAPE if name in planned and planned[name] != here[name]]
+    if not different:
+        return ""
+    name = printable(str(planned.get("name") or "another model"), 80)
+    theirs, ours = (", ".join(f"model.{key}={some[key]}" for key in different[:3]) for some in (planned, here))
+    return printable(
+        f"the plan was made for {name} ({theirs}), and the configuration has {ours}: its mesh, pipeline and batch are "
+        "taken all the same, but its seconds and its memory are the other model's"
+    )
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Device kinds, as data sheets and drivers describe them. This package imports nothing of the project.
 
     gpus.py         the record of each GPU, with its names in drivers and logs
+    host.py         memory of this machine, which virtual CPU devices share
     datasheets.py   peak rates of these and of older devices: model FLOPs utilisation (MFU), fits of job logs
 
 Plans for a new GPU need no code: a cluster's file can describe its devices (planner/cluster/cluster_file.py), and

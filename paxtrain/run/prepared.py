@@ -13,19 +13,21 @@ from compress import Codec
 from compress.codec import Tree
 from paxtrain import files
 from paxtrain.config import Config, OuterConfig, read_section, to_dict
+from paxtrain.config.axes import in_words
 from paxtrain.data import settings, tokenizer
 from paxtrain.data.datasets import DataSets
 from paxtrain.data.streams import StreamState
-from paxtrain.devices import datasheets
+from paxtrain.devices import datasheets, host
 from paxtrain.errors import UserError
 from paxtrain.huggingface import importing
+from paxtrain.model import parameters
 from paxtrain.outer.timetable import Timetable
 from paxtrain.outer.trainer import GroupedTrainer, trainer_of
 from paxtrain.parallel import compressed_stages
 from paxtrain.parallel.compression import checks
 from paxtrain.parallel.compression.ranks import Ranks, StageRanks
 from paxtrain.parallel.mesh import from_process_rows, process_rows
-from paxtrain.parallel.step import TrainState
+from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.process import distributed
 from paxtrain.process.progress import Progress
 from paxtrain.process.stopping import Stop
@@ -33,9 +35,28 @@ from paxtrain.run import checkpoint, checkpoint_reading, checkpoint_record, metr
 from paxtrain.run.checkpoint_reading import Wanted
 from paxtrain.run.checkpoint_record import Meta
 from paxtrain.run.run_lock import RunLock
-from paxtrain.tables import table
+from paxtrain.tables import size, table
 
 ProgramKey = tuple[Ranks, int | None]  # what a step's program depends on: ranks over data, and the exchange under it
+
+
+def require_memory(trainer: Trainer) -> None:
+    """Require that the machine has memory for the states that its virtual CPU devices hold.
+
+    Raises:
+        UserError: it has less, so that the system would kill the process while it makes them.
+    """
+    if trainer.platform != "cpu":
+        return
+    needed, there = host.bytes_here(jax.tree.leaves(trainer.abstract_state())), host.memory()
+    if needed > there:
+        mesh, devices = trainer.config.mesh, len(jax.local_devices())
+        where = "one virtual CPU device" if devices == 1 else f"{devices} virtual CPU devices"
+        model = f"a model of {size(parameters.published(trainer.config.model))} parameters"
+        raise UserError(
+            f"weights and optimizer of {model} take {size(needed, 'B')} on {where} ({in_words(mesh.sizes)}), and this "
+            f"machine has {size(there, 'B')}; GPUs, more machines or a smaller model, as --config=tiny, would work"
+        )
 
 
 class PreparedRun:
@@ -93,6 +114,7 @@ class PreparedRun:
         checks.check(self.trainer.compression)  # also decides which attention and which kernels run
         if isinstance(self.trainer, GroupedTrainer):
             self.trainer.exchange.check()
+        require_memory(self.trainer)
         self._check_tokenizer()
         if self.primary:
             metrics.check_loggers(config.run.named_loggers)

@@ -1,6 +1,7 @@
 """The function `paxtrain.train`, and the part that `python -m paxtrain.train` calls once the processes have joined."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -8,7 +9,7 @@ import jax
 
 from compress import Codec
 from paxtrain.config import Config, to_dict
-from paxtrain.config.plan import Plan
+from paxtrain.config.plan import Plan, other_model
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import cpu_devices, host_major, make_mesh
 from paxtrain.process import distributed, jax_private, setup
@@ -48,6 +49,8 @@ def train_together(
         UserError: One of the processes has found bad input; every process raises.
         OSError: One of them has found a full disk; every process raises.
     """
+    if chosen and not quiet and (other := other_model(chosen, config.model)) and jax.process_index() == 0:
+        print(f"note: {other}", file=sys.stderr, flush=True)
     run, problem = None, None
     try:
         devices = host_major(chosen.hosts, names) if chosen and chosen.hosts else None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxtrain.devices import gpus
+from paxtrain.devices import gpus, host
 from paxtrain.errors import UserError
 from planner.cluster.cluster import ASSUMED
 from planner.cluster.cluster_file import site_numbers
@@ -166,8 +166,7 @@ def _local_kind(peak: float) -> tuple[str, float, DeviceSheet | None]:
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return "cpu", total / jax.local_device_count(), None
+        return "cpu", host.memory() / jax.local_device_count(), None
     if kind := gpus.find(device.device_kind):
         return kind, float(gpus.ALL[kind].memory), None
     if not peak:

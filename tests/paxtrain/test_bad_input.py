@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from paxtrain.config import CheckpointConfig, ModelConfig
+from paxtrain.devices import host
 from paxtrain.huggingface import __main__ as huggingface
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import checkpoint, metrics, sampling
@@ -260,6 +261,19 @@ def test_training_with_bad_flags(home, tmp_path, refused, snapshot):
         *(f"    {refused(train, f'--config={name}')}" for name in ("no.py", "{home}/none.py")),
     ]
     snapshot("bad_flags.txt", "\n".join(said))
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused(home, tmp_path, refused, monkeypatch):
+    said = refused(train, *training(home, tmp_path / "out", "--config.model.layers=3000", "--config.model.hidden=4096"))
+    assert re.fullmatch(
+        r"weights and optimizer of a model of 604 G parameters take [\d.]+ TB on 8 virtual CPU devices "
+        r"\(data=2 pipe=2 tensor=2\), and this machine has [\d.]+ [GT]B; GPUs, more machines or a smaller model, as "
+        "--config=tiny, would work",
+        said,
+    )
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(host, "memory", lambda: 10**6)
+    assert "take 11.5 MB on 8 virtual CPU devices" in refused(train, *training(home, tmp_path / "out"))
 
 
 def test_a_checkpoint_of_another_architecture_is_left_alone(home, tmp_path, refused):

@@ -56,6 +56,26 @@ def test_what_is_saved_comes_back(tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["version"] == 1
 
 
+def test_a_plan_knows_the_model_that_it_was_made_for(tmp_path):
+    model = ModelConfig(layers=6, hidden=96, heads=4)
+    made = dataclasses.replace(PLAN, predicted={"model": {"name": "mine", **plan.shape(model)}})
+    plan.save(made, tmp_path / "plan.json")
+    loaded = plan.load(tmp_path / "plan.json")
+    assert plan.other_model(loaded, model) == plan.other_model(PLAN, model) == ""
+    assert plan.other_model(loaded, dataclasses.replace(model, kv_heads=4, intermediate=384, dtype="float32")) == ""
+    for field, value in {"layers": 7, "family": "llama", "sequence": 64, "kv_heads": 2, "vocab_size": 300}.items():
+        told = plan.other_model(loaded, dataclasses.replace(model, **{field: value}))
+        assert told.startswith(f"the plan was made for mine (model.{field}=") and f"has model.{field}={value}:" in told
+
+
+@pytest.mark.parametrize(
+    "kept", [3, [], {"layers": [1]}, {"name": {"a": "\x1b"}, "heads": None}, {"hidden": "9" * 5000}]
+)
+def test_whatever_a_file_says_of_its_model_is_at_most_a_sentence(kept):
+    told = plan.other_model(dataclasses.replace(PLAN, predicted={"model": kept}), ModelConfig())
+    assert told == plan.printable(told) and len(told) <= 2000
+
+
 @pytest.mark.parametrize(("zero1", "shard"), [(True, "optimizer"), (False, "none")])
 def test_a_plan_of_an_earlier_version_says_zero1(tmp_path, zero1, shard):
     mesh = {"data": 2, "pipe": 2, "tensor": 2, "zero1": zero1, "sequence_parallel": False, "reduce_dtype": "float32"}
