@@ -57,7 +57,8 @@ class Slowdown:
         before, now = self.change.before, self.change.now
         why = "; ".join(culprit.words for culprit in self.culprits)
         if not why:
-            why = "no device, link, CPU or input explains it; a profile of some steps (--config.profile) tells the term"
+            why = "no device, link, CPU or input explains it, perhaps other load on this machine; "
+            why += "--config.profile=10:13 shows which part"
         took = f"{now:.4g} s instead of {before:.4g} s"
         found = f"step {self.step}: slower by {self.change.slower:.0%} since about step {self.since} ({took}): {why}"
         return f"{found}. {self.advice}" if self.advice else found
