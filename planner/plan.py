@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
             bar.set_description_str(phase)
 
         found = _plans(values, cluster, options, say)
+    found = found.named(planning_flags.model_name())
     found.save(out)
     if f.json:
         print(json.dumps(found.json()))

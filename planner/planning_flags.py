@@ -4,6 +4,7 @@ The options themselves, with their checks, are in planning/options.py.
 """
 
 import dataclasses
+import pathlib
 import sys
 from typing import Any
 
@@ -14,7 +15,8 @@ from paxtrain.command_line import define_config
 from paxtrain.config.axes import AXES, more_axes
 from paxtrain.config.load import described
 from paxtrain.config.parallel import MOST_SEQUENCES
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, printable
+from paxtrain.files import find
 from paxtrain.knobs import define, given, integers
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import PAXTRAIN, Cluster
@@ -134,6 +136,13 @@ def decided_values() -> dict[str, Any]:
             "contradict each other; leave one of them out"
         )
     return values
+
+
+def model_name() -> str:
+    """Return the name of the model that --model gives: its file's, or that of the folder of a config.json."""
+    file = find((config_flags.get_config_filename(flags.FLAGS["model"]) or "").partition(":")[0])
+    path = pathlib.Path(file).absolute()
+    return printable(path.parent.name if path.name == "config.json" else path.stem, 80)
 
 
 def _say_defaults(values: dict[str, Any], keys: list[str]) -> None:

@@ -106,6 +106,7 @@ class MemoryAnswer:
         uses: memory of some plans, by what they are.
         fewest: plan on the fewest devices that it fits, with their number of hosts; None if it fits on no number tried.
         changes: changes of the first of `uses` that save memory, and, if nothing fits, what would.
+        named: name of the model; "": not known.
     """
 
     cluster: Cluster
@@ -118,6 +119,7 @@ class MemoryAnswer:
     uses: dict[str, Use]
     fewest: tuple[int, int, Use] | None
     changes: tuple[Change, ...]
+    named: str = ""
 
     @property
     def fits(self) -> bool:
@@ -142,7 +144,11 @@ class MemoryAnswer:
             "",
             *aligned(self._table(), words=(0,)),
             "",
-            *labelled("model", f"{parameters.published(self.model):,} parameters, global batch {self.global_batch}"),
+            *labelled(
+                "model",
+                f"{f'{self.named}, ' * bool(self.named)}{parameters.published(self.model):,} parameters, "
+                f"global batch {self.global_batch}",
+            ),
             *labelled("cluster", where),
             *labelled("source", f"{self.source}; the limit is {self.limit / cluster.memory.min():.0%} of a device"),
         ]

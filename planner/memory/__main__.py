@@ -4,6 +4,7 @@ It prints whether it fits, on how few devices it would, what to change, and what
 The flags of planner.plan that narrow a plan narrow what is looked at. The exit code is 1 if nothing fits.
 """
 
+import dataclasses
 import gc
 import json
 import sys
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> None:
     f = flags.FLAGS
     values = planning_flags.decided_values()
     answer = memory_answer(values, planning_flags.cluster(), planning_flags.options(oracle="no"), f.global_batch)
+    answer = dataclasses.replace(answer, named=planning_flags.model_name())
     print(json.dumps(answer.json()) if f.json else answer.text())
     if not answer.fits:
         sys.exit(1)

@@ -70,9 +70,16 @@ def chance(model: ModelConfig, pipe: int, room: float) -> float:
     return normal.cdf(room / (known.log / normal.inv_cdf(known.labels / (known.labels + 1))))
 
 
-def origin(model: ModelConfig) -> str:
-    """Return what the estimate with a margin is, and what the margin was measured on."""
+def origin(model: ModelConfig, pipe: int = 0) -> str:
+    """Return what the estimate with a margin is, and what the margin was measured on.
+
+    Args:
+        model: the model.
+        pipe: size of the pipe axis of the plan that it is about; 0: of plans with a pipeline and without.
+    """
     several, alone = _margins(model)
-    words = f"closed form + {several.words}"
-    words += f"; without a pipeline + {alone.words}" if alone != several else ""
+    words = f"closed form + {(alone if pipe == 1 else several).words}"
+    if alone != several:
+        of_both = f"; without a pipeline + {alone.words}"
+        words += of_both if not pipe else f" {'without' if pipe == 1 else 'with'} a pipeline"
     return words + ("" if _measured(model) else f"; none of them of {model.module or model.family}")

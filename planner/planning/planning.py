@@ -91,6 +91,12 @@ class Plans:
         """Bytes per device, float [ranked]."""
         return np.array([found.memory_bytes for found in self.ranked])
 
+    def named(self, model: str) -> "Plans":
+        """Return the plans with the name of the model, which the report tells and the plan keeps."""
+        made = dataclasses.replace(self.report, named=model)
+        predicted = {**self.plan.predicted, "model": {**self.plan.predicted["model"], "name": model}}
+        return dataclasses.replace(self, report=made, plan=dataclasses.replace(self.plan, predicted=predicted))
+
     def text(self) -> str:
         """Return the report for a terminal: the table of the ranked plans, and sentences about the recommended one."""
         return "\n".join([text.text(self.report), *further_text.lines(self.report)])
@@ -355,7 +361,7 @@ class _Planning:
         search = self.search
         config = self.plan(chosen).apply(self.values)
         stages = closed_form.per_stage(config, budget.capability(search.cluster))
-        estimate = search.budget.source(search.cluster, search.model)
+        sources = self.sources(chosen, rows)
         return contents.Report(
             cluster=search.cluster,
             model=search.model,
@@ -366,8 +372,8 @@ class _Planning:
             comparisons=known.comparisons,
             memory={field.name: getattr(stages, field.name) for field in dataclasses.fields(stages)},
             limit=search.limit,
-            memory_source=rows[-1].source if rows else estimate,
-            sources=self.sources(rows),
+            memory_source=sources["memory of the chosen plan"],
+            sources=sources,
             noise=known.noise,
             nearby=known.nearby,
             offers=known.offers,
@@ -383,7 +389,7 @@ class _Planning:
         together = explain.without_groups(self.search, chosen)
         return (*together, *explain.neighbours(self.search, chosen, self.global_batch))
 
-    def sources(self, rows: tuple[contents.OracleRow, ...]) -> dict[str, str]:
+    def sources(self, chosen: Found, rows: tuple[contents.OracleRow, ...]) -> dict[str, str]:
         """Return the source of each kind of figure."""
         search, cluster = self.search, self.search.cluster
         measured = f"{len(cluster.samples)} sample(s), quantile {search.options.quantile:g}"
@@ -395,7 +401,7 @@ class _Planning:
             "memory of the ranked plans": search.budget.source(search.cluster, search.model),
             "memory of the chosen plan": rows[-1].source
             if rows
-            else search.budget.source(search.cluster, search.model),
+            else search.budget.source(search.cluster, search.model, chosen.candidate.pipe),
             "memory by stage": "closed form",
         }
 
@@ -477,6 +483,7 @@ def figures(made: contents.Report) -> dict[str, object]:
             "reduce_seconds": row(step.reduce),
         },
         "optimizer_seconds": float(step.optimizer[0]),
+        "model": {"name": made.named, **plans.shape(made.model)},
         "terms": {name: x.tolist() for name, x in terms(made.problem, made.fabric, chosen.placement.hosts).items()},
         "command": made.command,
     }

@@ -108,6 +108,7 @@ class Report:
         scaling: what more hosts bring; None: it was not asked for.
         what_ifs: plans for a cluster that is changed.
         outlooks: how sure the prediction of each ranked plan is; (): not told.
+        named: name of the model; "": not known.
     """
 
     cluster: Cluster
@@ -133,6 +134,7 @@ class Report:
     scaling: Scaling | None = None
     what_ifs: tuple[WhatIf, ...] = ()
     outlooks: tuple[Outlook, ...] = ()
+    named: str = ""
 
     @functools.cached_property
     def problem(self) -> Problem:

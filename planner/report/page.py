@@ -92,7 +92,8 @@ ul.terms { margin: 4px 0 14px; padding-left: 18px; color: #5c6670; font-size: 13
 def page(report: Report) -> str:
     """Return the whole page as HTML."""
     c, model, cluster = report.chosen.candidate, report.model, report.cluster
-    title = f"A plan for {count(parameters.published(model))} parameters on {cluster.devices:,} devices"
+    size = f"{count(parameters.published(model))} parameters"
+    title = f"A plan for {f'{report.named}, {size},' if report.named else size} on {cluster.devices:,} devices"
     schedule_chart, schedule_words = gantt.gantt(report)
     asked = [further_text.free_choice_words(report)] if report.free_choice else []
     links_chart, links_words = drawings.links(report) if len(cluster.hosts) > 1 else ("", "")

@@ -269,6 +269,7 @@ def reached_words(cluster: Cluster) -> str:
 
 
 _LAYERS = 12  # characters of the column of layers
+_ALMOST_CERTAIN = 0.95  # probability to fit below which a plan that is surer to fit is told
 _TOLD = 3  # plans beside which the chosen one is told
 _CLASSES = {"inside": "inside hosts", "between": "between hosts"}
 _PLACED = {
@@ -291,7 +292,8 @@ def terms(report: Report) -> list[str]:
     between = "schedule 1f1b:6: 1f1b with pipeline.in_flight=6"
     groups = "shard weights/8: weights in shards inside groups of 8 data ranks (mesh.shard_group=8)"
     layers = "layers 5x2,4: two virtual stages with 5 layers, then one with 4"
-    memory = "by a formula (the closed form) that counts what the program allocates"
+    margin = ", plus a safety margin" * ("closed form +" in report.sources.get("memory of the ranked plans", ""))
+    memory = f"by a formula (the closed form) that counts what the program allocates{margin}"
     if report.oracle:
         memory = f"of the plans that were compiled by the compiler, of the others {memory}"
     return [
@@ -354,7 +356,20 @@ def memory_words(report: Report) -> str:
     used, limit = report.chosen.memory, report.limit
     words = f"{used / 1e9:.3g} of {limit / 1e9:.3g} GB per device ({share(used / limit)}; {report.memory_source})"
     sure = report.outlook(report.chosen)
-    return words + (f", fits with {_chance(sure.fits)}" if sure else "")
+    return words + (f", fits with {_chance(sure.fits)}" + _safer(report) if sure else "")
+
+
+def _safer(report: Report) -> str:
+    """Return which plan to take instead if it is not almost certain that the chosen one fits, in words."""
+    sure = report.outlook(report.chosen)
+    if not sure or sure.fits >= _ALMOST_CERTAIN:
+        return ""
+    for n, found in enumerate(report.outcome.ranked, 1):
+        other = report.outlook(found)
+        if other and other.fits >= _ALMOST_CERTAIN:
+            later = longer(found.seconds / report.chosen.seconds - 1)
+            return f" only; plan {n} fits with {_chance(other.fits)} (step {later})"
+    return " only; a smaller --usable_memory looks for leaner plans"
 
 
 def oracle_words(report: Report) -> str:
@@ -429,7 +444,8 @@ def text(report: Report) -> str:
     model, cluster = report.model, report.cluster
     kinds = ", ".join(dict.fromkeys(cluster.kinds))
     lines = [
-        f"{count(parameters.published(model))} parameters, global batch {report.global_batch}, on {cluster.name}: "
+        f"{f'{report.named}: ' * bool(report.named)}{count(parameters.published(model))} parameters, "
+        f"global batch {report.global_batch}, on {cluster.name}: "
         f"{hosts(len(cluster.hosts))} x {cluster.devices_per_host} {kinds}",
         "",
         *aligned([list(HEADS), *table(report)]),

@@ -78,7 +78,11 @@ def comparisons(search: Search, chosen: Found) -> list[Comparison]:
     """Return what other rules would choose, each simulated on the same links."""
     found = [
         Comparison("host order", "the same plan on devices in order", chosen.plain),
-        Comparison("better host order", "or with data ranks side by side, if quicker", chosen.layout),
+        Comparison(
+            "better host order",
+            "devices in order, pipelines or data ranks side by side",
+            chosen.layout,
+        ),
     ]
     rules = {"Pipette's own rule": ("pipette", pipette_rule), "AMP's rule": ("amp", amp_rule)}
     for name, (rule, placed) in rules.items():

@@ -132,9 +132,9 @@ class Budget:
         """Return whether the margin applies: it was measured on GPU programs."""
         return self.margin and cluster.overlaps
 
-    def source(self, cluster: Cluster, model: ModelConfig) -> str:
-        """Return the name of the estimate that the figures are."""
-        return origin(model) if self.has_margin(cluster) else "closed form"
+    def source(self, cluster: Cluster, model: ModelConfig, pipe: int = 0) -> str:
+        """Return the name of the estimate that the figures are; `pipe` is that of the plan that they are about."""
+        return origin(model, pipe) if self.has_margin(cluster) else "closed form"
 
 
 def _rooms(model: ModelConfig, space: Space, splits: Sequence[tuple[int, ...]]) -> dict[str, Array]:

@@ -207,7 +207,8 @@ def _no_mesh(cluster: Cluster, model: ModelConfig, choices: Choices) -> str:
     where = f"{cluster.devices} devices, {cluster.devices_per_host} a host"
     if len(asked) > 1 and all(alone.values()):
         return f"{flags} do not fit {where}, together; leave one of them out"
-    return f"no mesh for this model fits {where}; plan for another number of devices"
+    split = ", ".join(f"model.{name}={size}" for name, size in model.split_sizes.items())
+    return f"no mesh fits {where}: tensor must divide {split} and fill hosts; another number of devices would fit"
 
 
 def _sizes(cluster: Cluster, model: ModelConfig, choices: Choices, name: str) -> list[int]:

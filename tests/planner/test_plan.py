@@ -60,6 +60,32 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
+def test_the_plan_and_the_report_name_the_model(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine").mkdir()
+    shape = json.loads((ROOT / "configs" / "models" / "Qwen3-8B" / "config.json").read_text())
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 4}))
+    for model, name in (
+        (tmp_path / "mine", "mine"),
+        ("gpt2_125m", "gpt2_125m"),
+        (ROOT / "configs" / "tiny.py", "tiny"),
+    ):
+        given = [
+            f"--model={model}",
+            "--devices=8",
+            f"--out={tmp_path / 'plan'}",
+            "--top=1",
+            "--placed=1",
+            "--oracle=no",
+        ]
+        assert mains.run(monkeypatch, mains.load("planner.plan"), *given) == 0
+        assert capsys.readouterr().out.startswith(f"{name}: ")
+        kept = json.loads((tmp_path / "plan" / "plan.json").read_text())["predicted"]["model"]
+        assert kept["name"] == name and (kept["layers"] == 4 or name == "gpt2_125m")
+        assert mains.run(monkeypatch, mains.load("planner.memory.__main__"), *given[:2]) == 0
+        assert f"model   {name}, " in capsys.readouterr().out
+
+
 def test_the_whole_ranking_as_json(cluster_file, tmp_path):
     flags = ("--json", "--top=4", "--placed=1", "--data=2,4", "--shard=none", "--compress=none")
     run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={tmp_path / 'plan'}", *flags)

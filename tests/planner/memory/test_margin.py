@@ -105,3 +105,10 @@ def test_labels_survive_the_file(tmp_path, family):
     rows = [row(config, 1000 + i, name) for i, (name, config) in enumerate(maker.DESIGNS[family]())]
     maker.write(rows, tmp_path / "labels.csv")
     assert maker.read(tmp_path / "labels.csv") == rows
+
+
+def test_a_plan_is_told_its_own_margin():
+    alone, several = margin.origin(LLAMA, 1), margin.origin(LLAMA, 4)
+    assert f"{math.expm1(margin.ALONE['llama'].log):.0%}" in alone and alone.endswith(" 8 programs without a pipeline")
+    assert f"{math.expm1(margin.MARGINS['llama'].log):.0%}" in several and several.endswith("programs with a pipeline")
+    assert alone not in margin.origin(LLAMA) and margin.origin(ModelConfig(), 1) == margin.origin(ModelConfig())

@@ -49,6 +49,27 @@ def test_a_plan_stands_above_a_quicker_one_that_stalls():
     assert "stall" not in report.ranking_words(dataclasses.replace(made, outlooks=two[:1] * 2))
 
 
+def test_a_plan_that_may_not_fit_is_told_with_one_that_will():
+    doubtful, sure = (contents.Outlook(0.4, 0.6, 0.5, 0.0, fits, 0.7) for fits in (0.92, 0.97))
+    made = by_hand(plan(0.5), plan(0.51), plan(0.6), outlooks=(doubtful, doubtful, sure))
+    assert report.memory_words(made).endswith(", fits with 92% only; plan 3 fits with 97% (step +20.0%)")
+    nobody = dataclasses.replace(made, outlooks=(doubtful,) * 3)
+    assert report.memory_words(nobody).endswith("with 92% only; a smaller --usable_memory looks for leaner plans")
+    assert report.memory_words(dataclasses.replace(made, outlooks=(sure,) * 3)).endswith(", fits with 97%")
+
+
+def test_the_model_is_named_if_its_name_is_known():
+    made = by_hand(plan(0.5), named="mine<1>")
+    assert report.text(made).startswith("mine<1>: ") and "<h1>A plan for mine&lt;1&gt;, " in page.page(made)
+    assert not report.text(by_hand(plan(0.5))).startswith("mine")
+
+
+def test_the_margin_is_told_if_the_figures_have_it():
+    made = by_hand(plan(0.5), sources={"memory of the ranked plans": "closed form + 20%, as on 65 programs"})
+    assert "what the program allocates, plus a safety margin" in " ".join(report.terms(made))
+    assert "margin" not in " ".join(report.terms(by_hand(plan(0.5))))
+
+
 def test_links_that_were_not_measured_are_told():
     some = attained(dataclasses.replace(cluster(4, 4, seed=None), nominal=("between",)))
     words = report.assumed_words(by_hand(plan(0.5), some=some))
