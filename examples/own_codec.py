@@ -5,12 +5,17 @@
 
 # %%
 import dataclasses
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 
 import compress
 import paxtrain
+
+jax.config.update("jax_num_cpu_devices", 8)  # before anything uses jax's devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +47,13 @@ print("error:", compress.codec_error(BlockInt8(), message, steps=3))
 print("bytes:", compress.wire_bytes(BlockInt8(), message.shape, message.dtype), "of", message.nbytes)
 
 # %% [markdown]
-# Training with it needs no more code. `python -m paxtrain.prepare --input=stdlib --out=runs/data` makes the data.
+# Training with it needs no more code. The data, runs/data, are made of Python's standard library unless they are there.
 
 # %%
+if not pathlib.Path("runs/data/train.idx").exists():
+    subprocess.run([sys.executable, "-m", "paxtrain.prepare", "--input=stdlib", "--out=runs/data"], check=True)
 short = {"run.steps": 6, "optimizer.warmup_steps": 2, "run.eval_batches": 1, "run.sample_tokens": 0}
+short["checkpoint.resume"] = False  # run again, it trains again
 losses = {}
 for name, codec in (("dense", None), ("int8", BlockInt8())):
     config = paxtrain.load_config("tiny", short | {"run.out": f"runs/{name}"})

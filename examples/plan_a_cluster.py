@@ -5,6 +5,8 @@
 # by the simulated step time, and places the best plan on the hosts.
 
 # %%
+import pathlib
+
 import matplotlib.figure
 import numpy as np
 
@@ -29,6 +31,7 @@ axes = figure.add_subplot()
 image = axes.imshow(np.where(np.eye(len(bandwidth), dtype=bool), np.nan, bandwidth))
 axes.set(title="bandwidth between hosts", xlabel="to", ylabel="from")
 figure.colorbar(image, label="GB/s")
+pathlib.Path("runs").mkdir(exist_ok=True)
 figure.savefig("runs/links.png")
 
 # %% [markdown]
