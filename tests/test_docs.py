@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import types
@@ -76,6 +77,49 @@ def test_the_examples_run_as_scripts_in_an_empty_folder(path, tmp_path):
             timeout=500,
         )
         assert script.returncode == 0, (again, script.stderr)
+
+
+def commands_of(page: str, module: str) -> list[list[str]]:
+    """Return the arguments of the commands in a page's first block that run a module."""
+    block = re.search(r"\n\n((?:    .*\n)+)", (ROOT / "docs" / page).read_text())
+    assert block
+    some = (shlex.split(line, comments=True) for line in block[1].splitlines())
+    return [words[3:] for words in some if words[1:3] == ["-m", module]]
+
+
+def shown(page: str, first: str) -> list[str]:
+    """Return the parts of output that a page shows in blocks which begin with a word, without what "..." stands for."""
+    blocks = re.findall(rf"\n\n((?:    {first} .*\n)(?:    .*\n|\n(?=    ))*)", (ROOT / "docs" / page).read_text())
+    parts = [part for block in blocks for line in block.splitlines() for part in line.split("...")]
+    return [" ".join(part.split()) for part in parts if part.strip()]
+
+
+def printed(module: str, *arguments: str) -> str:
+    """Return what a command prints, with its white space made single blanks."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("page", ["your_model.md", "questions.md"])
+def test_answers_about_memory_are_what_the_pages_command_prints(page):
+    [arguments] = commands_of(page, "planner.memory")
+    said, parts = printed("planner.memory", *arguments), shown(page, "answer")
+    assert len(parts) > 3 and [part for part in parts if part not in said] == []
+
+
+@pytest.mark.slow
+def test_plans_are_what_the_pages_commands_print(tmp_path):
+    """The plan of docs/planner.md is that of `make plan`, and of a question on the page of questions."""
+    more = [f"--out={tmp_path}", "--oracle=no"]
+    for pages, firsts in (
+        (["your_model.md"], ["chosen"]),
+        (["questions.md", "planner.md"], ["chosen", "hosts", "what if"]),
+    ):
+        said = " ".join(printed("planner.plan", *words, *more) for words in commands_of(pages[0], "planner.plan"))
+        parts = [part for page in pages for first in firsts for part in shown(page, first)]
+        assert len(parts) > 3 and [part for part in parts if part not in said] == []
 
 
 def modules_of(text: str) -> set[str]:
