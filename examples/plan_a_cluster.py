@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Plan a cluster, and look at the plan
 #
-# The cluster has sixteen hosts of eight A100s, with measured links. The planner ranks meshes and schedules
-# by the simulated step time, and places the best plan on the hosts.
+# The cluster has sixteen hosts of eight A100s, with links whose differences were measured. The planner ranks meshes and
+# schedules by the simulated step time, and places the best plan on the hosts.
 
 # %%
 import pathlib
