@@ -187,7 +187,7 @@ def test_options_of_a_codec_are_those_of_the_probe(slow, tmp_path):
         ({"compress": ("all",)}, "got --compress=all"),
         ({"loss_budget": -0.1}, "--loss_budget must be at least 0, got -0.1"),
         ({"loss_budget": float("nan")}, "--loss_budget must be a number, got nan"),
-        ({"probe": "/no/such/probe.json"}, "cannot read the probe /no/such/probe.json .*; name a probe.json of python"),
+        ({"probe": "/no/such/probe.json"}, "cannot read the probe .*; name a probe.json of paxtrain.study --probe"),
     ],
 )
 def test_bad_options_are_one_sentence(slow, file, changes, words):
