@@ -40,7 +40,11 @@ def files(root: pathlib.Path) -> dict[str, str]:
 
 
 def _imported(tree: ast.Module, modules: dict[str, str], runs: bool) -> Iterator[str]:
-    """Yield dotted names that are imported and, if the file `runs` others, modules in strings (`-m paxtrain.train`)."""
+    """Yield dotted names that are imported and, if the file `runs` others, modules in strings (`-m paxtrain.train`).
+
+    What a message tells the reader to run (paxtrain.errors.command) is not run by the file.
+    """
+    told = {id(arg) for node in ast.walk(tree) if isinstance(node, ast.Call) for arg in node.args if _tells(node)}
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -51,8 +55,12 @@ def _imported(tree: ast.Module, modules: dict[str, str], runs: bool) -> Iterator
                     yield submodule if submodule in modules else module
             case ast.ImportFrom():
                 raise ValueError("imports here are absolute")
-            case ast.Constant(value=str(text)) if runs and "." in text and text in modules:
+            case ast.Constant(value=str(text)) if runs and "." in text and text in modules and id(node) not in told:
                 yield text
+
+
+def _tells(call: ast.Call) -> bool:
+    return ast.unparse(call.func).rpartition(".")[2] == "command"
 
 
 def _is_main(tree: ast.Module) -> bool:
