@@ -1,4 +1,4 @@
-"""What people have at hand instead of a profile, read into a cluster's file and rows of its compute.
+"""Files that people have instead of a profile, read into a cluster's file and rows of its compute.
 
 units.py            rates in gigabytes and gigabits a second
 nccl_tests.py       logs of nccl-tests

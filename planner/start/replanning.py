@@ -1,4 +1,4 @@
-"""What another plan would gain when something has become slow: predicted beside the training, which goes on.
+"""The gain of another plan when something has become slow: predicted beside the training, which goes on.
 
 The prediction is a command of planner.plan, on process 0's host at the lowest priority. The log has it, and then its
 answer. A plan without a slow host has its file. For a link that has become slow, the step of the present plan is

@@ -27,7 +27,7 @@ _ALPHA_INSIDE = 4e-6  # seconds; of a data sheet's collectives, as in configs/cl
 
 @dataclasses.dataclass(frozen=True)
 class TraceOptions:
-    """What a trace does not say.
+    """The facts that a trace does not have.
 
     Attributes:
         config: the model and its dtype; its save mode counts if the trace does not say what B runs again.

@@ -37,7 +37,7 @@ class TracedKernel:
 
 @dataclasses.dataclass(frozen=True)
 class GpuTrace:
-    """What a trace of one GPU says.
+    """The facts that a trace of one GPU has.
 
     Attributes:
         path: its file.
