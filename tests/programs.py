@@ -1,6 +1,10 @@
 """Programs that tests have in common, compiled once in a process, and GPUs to compile for."""
 
 import collections
+import ctypes
+import gc
+import pathlib
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +36,21 @@ def share() -> None:
     compiler.backend_compile_and_load = once(compiler.backend_compile_and_load)
 
 
-def once(compile_anew: Callable, least: float = 0.1, most: int = 64) -> Callable:
+def resident() -> int:
+    """Return the bytes of memory that this process holds; 0 where Linux does not tell."""
+    held = pathlib.Path("/proc/self/statm")
+    return int(held.read_text().split()[1]) * resource.getpagesize() if held.exists() else 0
+
+
+def give_back() -> None:
+    """Give memory that nothing holds any more back to the system; glibc keeps most of a program's pieces otherwise."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
+
+
+def once(compile_anew: Callable, least: float = 0.1, most: int = 64, memory: int = 3 << 30) -> Callable:
     """Return a compiler that compiles a program once, as long as its text, its options and its devices are the same.
 
     So what a test patches is compiled anew if it changes the program, and only then.
@@ -41,6 +59,7 @@ def once(compile_anew: Callable, least: float = 0.1, most: int = 64) -> Callable
         compile_anew: the compiler, with the arguments of jax's.
         least: seconds of compiling from which a program is kept.
         most: number of programs to keep, the latest that were used; all of them would be gigabytes.
+        memory: bytes of this process from which it forgets them all; one program of a long schedule has hundreds of MB.
     """
     kept: collections.OrderedDict[tuple, tuple[Any, Any]] = collections.OrderedDict()
     lock = threading.Lock()
@@ -57,6 +76,9 @@ def once(compile_anew: Callable, least: float = 0.1, most: int = 64) -> Callable
         executable = compile_anew(backend, module, devices, options, host_callbacks)
         if time.perf_counter() - start >= least:
             with lock:
+                if resident() > memory:
+                    kept.clear()
+                    give_back()
                 kept[key] = executable, backend  # so that its id is no other one's
                 if len(kept) > most:
                     kept.popitem(last=False)

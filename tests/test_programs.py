@@ -47,6 +47,27 @@ def test_equal_programs_are_compiled_once(compiler):
     assert len(compiler) == 5
 
 
+def test_a_process_that_holds_much_forgets_its_programs(compiler, monkeypatch):
+    held = [2 << 30, 4 << 30, 2 << 30]
+    monkeypatch.setattr(programs, "resident", lambda: held.pop(0))
+    run(3)
+    run(4)  # forgets the other one
+    run(4)
+    assert len(compiler) == 2
+    run(3)
+    assert len(compiler) == 3 and not held
+
+
+def test_memory_goes_back_to_the_system():
+    pieces = [bytes(1000) for _ in range(300_000)]
+    full = programs.resident()
+    if not full:
+        pytest.skip("this system does not tell what a process holds")
+    pieces.clear()
+    programs.give_back()
+    assert programs.resident() < full - (100 << 20)
+
+
 def test_programs_that_call_the_host_are_compiled_each_time(compiler):
     for number in (1, 2):
         found = []

@@ -146,7 +146,7 @@ for line in sys.stdin:
         os.dup2(log, 2)
         sys.argv = [name, *job["arguments"]]
         if job["start_only"]:
-            main.training.train_together = lambda *_: sys.exit(0)
+            main.training.train_together = lambda *_, **__: sys.exit(0)
         try:
             command_line.run(main.main, main.define_flags)
             code = 0

@@ -60,11 +60,12 @@ def configuration(*args, **changes):
 
 
 def curve(out):
-    """Return all metrics of all steps except times."""
+    """Return all metrics of all steps except times, and except records of slower steps."""
     times = ("step_seconds", "tokens_per_second")
     return [
         {name: value for name, value in record.items() if name not in times}
         for record in metrics.read(out / metrics.FILE)
+        if "slower/step" not in record
     ]
 
 
