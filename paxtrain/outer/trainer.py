@@ -217,7 +217,7 @@ class GroupedTrainer(Trainer):
     def _from_canonical(self, tree: dict[str, Any]) -> GroupedState:
         if "codec" not in tree:
             tree = {**tree, "codec": flax.serialization.to_state_dict(self._first_codec())}
-        target = jax.eval_shape(self._init, jax.random.key(0))
+        target = jax.eval_shape(lambda: self._init(jax.random.key(0)))
         one = self.layout.from_canonical
         return flax.serialization.from_state_dict(target, self._map_state(one, jax.vmap(one), tree))
 

@@ -173,11 +173,11 @@ class Trainer:
         return TrainState(zero, zero, params, self.transformation.init(params), self.compression.init())
 
     def _state_specs(self) -> TrainState:
-        state, params = jax.eval_shape(self._init, jax.random.key(0)), self.layout.specs()
+        state, params = jax.eval_shape(lambda: self._init(jax.random.key(0))), self.layout.specs()
         mirror = muon.route(self.layout)[-1] if self.config.optimizer.name == "muon" else params
         # Each subtree of the optimizer's state that mirrors all or some of the parameters takes their specs.
         optimizer = optax.tree_utils.tree_map_params(
-            self.transformation,
+            functools.partial(jax.eval_shape, self.transformation.init),  # optax itself would compile its zeros
             lambda x, spec: x if isinstance(x, optax.MaskedNode) else spec,
             state.optimizer,
             mirror,
@@ -209,7 +209,7 @@ class Trainer:
         """Return the shapes of the training state, as jax.ShapeDtypeStruct with shardings."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self._init, jax.random.key(0)),
+            jax.eval_shape(lambda: self._init(jax.random.key(0))),
             self.state_shardings,
         )
 
@@ -252,7 +252,7 @@ class Trainer:
     def _from_canonical(self, tree: dict[str, Any]) -> TrainState:
         if "codec" not in tree:
             tree = {**tree, "codec": flax.serialization.to_state_dict(self.compression.init())}
-        target = jax.eval_shape(self._init, jax.random.key(0))
+        target = jax.eval_shape(lambda: self._init(jax.random.key(0)))
         return flax.serialization.from_state_dict(target, self.layout.map_mirrors(self.layout.from_canonical, tree))
 
     @functools.cached_property
@@ -263,7 +263,7 @@ class Trainer:
 
     def abstract_canonical(self) -> dict[str, Any]:
         """Return the shapes of the canonical state, which a checkpoint holds, with shardings on this mesh."""
-        shapes = jax.eval_shape(lambda key: self._to_canonical(self._init(key)), jax.random.key(0))
+        shapes = jax.eval_shape(lambda: self._to_canonical(self._init(jax.random.key(0))))
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             shapes,
