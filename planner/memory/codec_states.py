@@ -29,13 +29,13 @@ def codec_states(shape: Shape) -> PerCandidate:
         return total + shape.slots * chunks * _reducer_states(shape)
     for dims in matrices(shape):
         whole = np.asarray(dims[0]), np.asarray(functools.reduce(np.multiply, dims[1:]))
-        rows, columns = shape.coded.part(whole, np.asarray(shape.data), np.asarray(shape.zero1) == 1)
+        rows, cols = shape.coded.part(whole, np.asarray(shape.data), np.asarray(shape.zero1) == 1)
         # As compress.powersgd.largest_rank has it.
-        smaller = rows * columns / (rows + columns) / max(shape.min_ratio, 1e-9)
+        smaller = rows * cols / (rows + cols) / max(shape.min_ratio, 1e-9)
         # A kernel has a state if it shrinks enough at the lowest rank.
         lowest = np.where(np.asarray(shape.data_rank_min) > 0, shape.data_rank_min, rank)
-        useful = (rank > 0) & (lowest <= np.minimum(np.minimum(rows, columns), smaller))
-        total = total + useful * shape.slots * chunks * ACCUMULATOR * (rows * columns + columns * rank)
+        useful = (rank > 0) & (lowest <= np.minimum(np.minimum(rows, cols), smaller))
+        total = total + useful * shape.slots * chunks * ACCUMULATOR * (rows * cols + cols * rank)
     return total
 
 
