@@ -54,8 +54,11 @@ class ProbedCodec:
         where = f"the codec {self.codec!r} of {self.place}"
         if self.place not in PROBED:
             raise UserError(f"{where} must be at one of {', '.join(PROBED)}")
-        if not self.codec or (self.rank > 0) != (self.codec == LOW_RANK) or self.rank < 0:
-            raise UserError(f"{where} must have a name, and a rank if and only if it is {LOW_RANK}, got {self.rank}")
+        if not self.codec or (self.rank > 0) != (self.codec == LOW_RANK) or not 0 <= self.rank <= MOST:
+            raise UserError(
+                f"{where} must have a name, and a rank if and only if it is {LOW_RANK}, from 1 to {MOST:,}, "
+                f"got {shown(self.rank)}"
+            )
         if self.rank and self.place not in PLACES:
             raise UserError(f"{where} must not be {LOW_RANK}, which that place does not take")
         options = {key: tuple(x) if isinstance(x, list) else x for key, x in self.options.items()}
@@ -127,8 +130,10 @@ class LossProbe:
         for key in ("micro_batch", "steps", "tokens"):
             if not 1 <= getattr(self, key) <= MOST:
                 raise UserError(f"{key} must be from 1 to {MOST:,}, got {shown(getattr(self, key))}")
-        if min(self.mesh) < 1:
-            raise UserError(f"mesh must be data ranks and stages, got {self.mesh}")
+        if not 1 <= min(self.mesh) <= max(self.mesh) <= MOST:
+            raise UserError(f"mesh must be data ranks and stages, 1 to {MOST:,} each, got {shown(self.mesh)}")
+        if not 0 <= min(self.seeds) <= max(self.seeds) <= MOST:
+            raise UserError(f"seeds must be from 0 to {MOST:,}, got {shown(self.seeds)}")
         runs = [("dense", self.dense), *((f"{one.place} {one.label}", one.losses) for one in self.codecs)]
         for name, losses in runs:
             if len(losses) != len(self.seeds):

@@ -134,6 +134,8 @@ WRONG = {
     "no steps": ({"steps": 0}, "steps must be from 1 to 2,147,483,647, got 0"),
     "endless steps": ({"steps": 10**19}, "steps must be from 1 to 2,147,483,647, got 10000000000000000000"),
     "a mesh of three": ({"mesh": [2, 2, 1]}, "mesh must have 2 values, got 3"),
+    "a mesh of absurd size": ({"mesh": [10**300, 2]}, "mesh must be data ranks and stages, 1 to 2,147,483,647 each"),
+    "a seed below 0": ({"seeds": [-1, 0]}, "seeds must be from 0 to 2,147,483,647"),
     "one seed": ({"seeds": [0], "dense": [2.0], "codecs": []}, "seeds must be 2 or more"),
     "a seed of text": ({"seeds": ["a", "b"]}, "seeds[0] must be of type int, got 'a'"),
     "a loss that is no number": ({"dense": [2.0, math.nan]}, "the losses of dense must be positive numbers"),
