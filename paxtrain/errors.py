@@ -55,6 +55,9 @@ def told(error: Exception) -> tuple[str, int] | None:
         return str(error), 1
     if is_full(error):
         return f"the disk is full: {error}; make room, and start the same command again", 1
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        path = str(error.filename)
+        return f"there is no file of a name of {len(path)} characters, {path[:40]!r}...; name a shorter path", 2
     return None
 
 

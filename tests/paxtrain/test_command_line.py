@@ -56,6 +56,12 @@ def test_a_full_disk_is_one_sentence(monkeypatch, capsys, error):
     assert said.startswith("error: the disk is full: ") and said.endswith("start the same command again\n")
 
 
+def test_a_path_that_no_system_takes_is_one_sentence(monkeypatch, capsys):
+    code, said = ended(monkeypatch, capsys, OSError(errno.ENAMETOOLONG, "File name too long", "x" * 3000))
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith("error: there is no file of a name of 3000 characters, 'xxx")
+
+
 @pytest.mark.parametrize("error", [RuntimeError("other"), OSError(errno.EIO, "Input/output error")])
 def test_other_exceptions_are_raised(monkeypatch, capsys, error):
     with pytest.raises(type(error)):
