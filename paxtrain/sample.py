@@ -1,6 +1,7 @@
 """Sample text from a checkpoint: python -m paxtrain.sample --checkpoint=runs/tiny --prompt="def "."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     text = sampling.sample(
         f.checkpoint, f.prompt, f.tokens, temperature=f.temperature, top_k=f.top_k, seed=f.seed, step=f.step
     )
-    print(f.prompt + text)
+    print(f.prompt + (sampling.printable(text) if sys.stdout.isatty() else text))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def imported(path: str) -> Architecture:
     try:
         found = importlib.import_module(module)
     except (ImportError, ValueError) as error:  # a ValueError is that of an empty name
-        raise UserError(f"model.module={path} cannot be imported ({error}); put its package on PYTHONPATH") from error
+        way = "put its package on PYTHONPATH" if name else "write package.module:Class"
+        raise UserError(f"model.module={path} cannot be imported ({error}); {way}") from error
     except (Exception, SystemExit) as error:  # the module is a user's
         raise UserError(
             f"model.module={path} cannot be imported: its module raises {type(error).__name__}: {error}"

@@ -25,6 +25,9 @@ from jax.ad_checkpoint import checkpoint_name
 from compress.collectives import reduce_scatter
 from paxtrain.attention import split
 from paxtrain.config.axes import AXES, TENSOR, layer_sizes
+from paxtrain.errors import UserError
+
+PRODUCTS = ("qkv", "up")  # names of products that save=dots keeps
 
 
 @jax.named_scope("tensor")
@@ -143,8 +146,13 @@ def columns(p: dict[str, jax.Array], h: jax.Array, name: str) -> jax.Array:
     Args:
         p: kernel, and bias if any.
         h: [B, S, H].
-        name: name by which the product is saved. That is without the bias, which is read and written once less so.
+        name: one of PRODUCTS, by which the product is saved; without the bias, which is read and written once less so.
+
+    Raises:
+        UserError: the name is another one.
     """
+    if name not in PRODUCTS:
+        raise UserError(f"the name of a product must be one of {', '.join(PRODUCTS)}, got {name!r}")
     k = p["kernel"]
     y = checkpoint_name(h @ k if k.ndim == 2 else jnp.einsum("bsh,hcf->bscf", h, k), name)
     return y + p["bias"].astype(h.dtype) if "bias" in p else y

@@ -31,7 +31,7 @@ from paxtrain.model.spec import Params, Scalars
 
 # Values that save="dots" keeps of a layer besides its input. No matrix product runs again, and no collective except
 # the all-gathers of sequence parallelism: their results would have the whole sequence.
-SAVED_NAMES = ("qkv", "context", "sums", "middle", "up")
+SAVED_NAMES = (*tp.PRODUCTS, "context", "sums", "middle")
 
 _DETERMINISTIC = re.compile(r"--(xla_gpu_deterministic_ops|xla_gpu_exclude_nondeterministic_ops)(?:=(\w*))?(?!\S)")
 

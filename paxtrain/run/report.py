@@ -174,6 +174,7 @@ def next_steps(out: pathlib.Path, sampled: bool, config: Config, also: str = "")
     if sampled:
         rows += [
             ("to sample", f"{command('paxtrain.sample')} --checkpoint={run}"),
-            ("to export", f"{command('paxtrain.huggingface export')} --checkpoint={run} --out={model}"),
         ]
+        if parameters.architecture(config.model).model_types:  # else Hugging Face's files do not know it
+            rows.append(("to export", f"{command('paxtrain.huggingface export')} --checkpoint={run} --out={model}"))
     return rows

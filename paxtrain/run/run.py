@@ -206,6 +206,6 @@ class Run(PreparedRun):
                 text = sampling.sample(self.out, "\n", self.config.run.sample_tokens, seed=self.config.run.seed)
             except UserError as error:  # some tokenizers have no token for "\n"; the run is complete without a sample
                 text = f"none, {error}"
-            self.say(f"a sample:\n{text}")
+            self.say(f"a sample:\n{sampling.printable(text)}")
         also = also if self.trainer.codec is None else "the same codec, in Python"
         self.say(table(report.next_steps(self.out, known, self.config, also)))

@@ -133,6 +133,11 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
     return params, config, tokenizer
 
 
+def printable(text: str) -> str:
+    """Return a text with control characters but newlines and tabs as escapes, since a terminal would obey them."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def sample(
     directory: str | pathlib.Path,
     prompt: str,

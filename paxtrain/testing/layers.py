@@ -198,7 +198,7 @@ def _split(checked: _CheckedLayer, sequence: bool) -> None:
         assert error <= TOLERANCE, (
             f"{of} {_told(where)} differs by {error:.2g} of its "
             "largest value; a layer calls paxtrain.model.enter before kernels split by columns, and leave behind those "
-            "split by rows"
+            "split by rows, whose biases are added behind it"
         )
 
 

@@ -37,6 +37,13 @@ def test_a_cosine_that_ended_says_that_it_jumps():
     assert "learning rate" not in dict(next_steps(pathlib.Path("out"), True, config(100, schedule="constant")))
 
 
+def test_a_run_is_to_be_exported_only_if_hugging_face_knows_its_model():
+    own = {"module": "tests.paxtrain.model.parallel_block:ParallelBlock"}
+    for model, exported in (({}, True), (own, False)):
+        found = dict(next_steps(pathlib.Path("out"), True, from_dict({"model": model})))
+        assert "to sample" in found and ("to export" in found) == exported
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -61,3 +61,8 @@ def test_special_tokens_in_a_prompt_are_read_as_in_the_data(sample):
     assert sample("a<|im_end|>", [6])[0] == [0, 5, 2]
     assert sample("a<|im_end|>", [6], {"split_special_tokens": False})[0] == [0, 5, 2]
     assert sample("a<|im_end|>", [6], {"split_special_tokens": True})[0] == [0, 7]
+
+
+def test_a_terminal_is_given_no_control_characters():
+    text = "a\x1b[31mred\x07\x9b\n\tb\u00e9\u4e16\u202e"
+    assert sampling.printable(text) == "a\\x1b[31mred\\x07\\x9b\n\tb\u00e9\u4e16\\u202e"
