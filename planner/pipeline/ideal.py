@@ -37,13 +37,13 @@ class _StageClocks:
             begin = self.now[stage]
             if virtual:
                 begin = np.maximum(begin, self.activations[virtual].popleft())
-            self.now[stage] = begin + s.forward[virtual] + (s.head if virtual == self.last else 0.0)
-            self._record("F", stage, virtual, begin, begin + s.forward[virtual])
-            if virtual == self.last:
-                self._record("H", stage, virtual, begin + s.forward[virtual], self.now[stage])
+            end = self.now[stage] = begin + s.forward[virtual]
+            self._record("F", stage, virtual, begin, end)
             if virtual < self.last:
                 made.append((self.activations[virtual + 1], self._arrival(virtual, virtual + 1, s.activation)))
             else:
+                self.now[stage] = end + s.head
+                self._record("H", stage, virtual, end, self.now[stage])
                 self.gradients[virtual].append(self.now[stage])
         for stage, virtual in zip(*map(numbers, row.backward)) if row.backward else ():
             begin = np.maximum(self.now[stage], self.gradients[virtual].popleft())
