@@ -6,12 +6,15 @@ worth what it lowers that by: its result is drawn from what is believed, the bel
 logarithms, as an extended Kalman filter does), and the choice is made anew. The next run is the one whose mean over
 such results is least, for its cost.
 
+The model is wrong as well, alike for layouts that have sizes in common. Otherwise runs would be chosen that tell most
+by the model and are least like a good plan.
+
 References:
     Preposterior analysis: Raiffa and Schlaifer 1961. Knowledge gradient: Frazier et al. 2009.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,6 +24,14 @@ from planner.runs.trials import Trial
 Array = np.ndarray
 
 _SAMPLES = 1024
+# What the model errs by alike: what layouts have in common, and the standard deviation of their logarithm. No such part
+# is of the hosts, since runs are made on few of them; and what a run differs by besides.
+_ALIKE: tuple[tuple[Callable[[Trial], object], float], ...] = (
+    (lambda t: (t.tp, t.micro_batch), 0.06),
+    (lambda t: (t.pp, t.micro_batch), 0.04),
+    (lambda t: (t.tp, t.pp), 0.04),
+)
+_LEAST_NOISE = 0.05
 _JITTER = 1e-12  # added to variances, which keeps rounding from making one negative
 ENOUGH = 0.01  # expected regret below which no further run pays
 
@@ -76,22 +87,42 @@ class Belief:
         return now, np.array([regret(self.plans[:, None] + np.outer(gain[:, i], seen[i])) for i in range(len(runs))])
 
 
-def belief(calibration: Calibration, plans: Sequence[Trial], runs: Sequence[Trial]) -> Belief:
+def _alike(trials: Sequence[Trial]) -> Array:
+    """Return the deviations of the errors that runs have in common with others [trials, errors]."""
+    parts = []
+    for of, deviation in _ALIKE:
+        keys = [of(trial) for trial in trials]
+        parts.append(deviation * np.array([[key == one for one in dict.fromkeys(keys)] for key in keys], float))
+    return np.concatenate(parts, axis=1)
+
+
+def belief(
+    calibration: Calibration, plans: Sequence[Trial], runs: Sequence[Trial], measured: Sequence[Trial] = ()
+) -> Belief:
     """Return what constants say of plans and of possible runs.
 
     Args:
         calibration: the constants.
         plans: what is chosen among.
         runs: runs that could be made.
+        measured: runs that constants were fitted to, which have told errors of layouts like theirs.
     """
     both = Sensitivity([*plans, *runs], calibration.method, calibration.parameters)
     seconds, slopes = both(calibration.values)
     found = calibration.predictions(plans)
     # A stall is no constant: plans count with the time that they take in the mean.
     means = np.log(seconds[: len(plans)]) + np.log(found.expected / found.plain)
-    noise = np.array([calibration.noise.get(t.cluster, calibration.noise[""]) for t in runs])
-    factor = np.linalg.cholesky(calibration.covariance + _JITTER * np.eye(len(calibration.covariance)))
-    return Belief(means, factor, slopes[: len(plans)], slopes[len(plans) :], noise)
+    known = np.array([calibration.noise.get(t.cluster, calibration.noise[""]) for t in [*runs, *measured]])
+    noise, n, size = np.maximum(known, _LEAST_NOISE), len(plans) + len(runs), len(calibration.covariance)
+    alike = _alike([*plans, *runs, *measured])
+    errors = Belief(means, np.eye(alike.shape[1]), alike[: len(plans)], alike[n:], noise[len(runs) :])
+    for i in range(len(measured)):
+        errors = errors.after(i)
+    factor = np.zeros((size + alike.shape[1],) * 2)
+    factor[:size, :size] = np.linalg.cholesky(calibration.covariance + _JITTER * np.eye(size))
+    factor[size:, size:] = errors.factor
+    slopes = np.concatenate([slopes, alike[:n]], axis=1)
+    return Belief(means, factor, slopes[: len(plans)], slopes[len(plans) :], noise[: len(runs)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ def proposals(
     runs = [trial for trial in runs if trial not in done]
     forecast = found.forecast(plans)
     best = int(np.argmin(forecast.chosen_by))
-    belief = design.belief(found, plans, runs)
+    belief = design.belief(found, plans, runs, known)
     regret = belief.regrets()[0]
     lines = [
         f"{len(known)} measured runs; best of {len(plans)} layouts on {hosts} hosts: {_label(plans[best])}",

@@ -74,6 +74,22 @@ def test_layouts_are_all_that_divide(cluster):
         layouts(cluster, own, "nanotron", 2, 64)
 
 
+def test_errors_that_layouts_have_in_common_are_told_by_runs_like_them(cluster):
+    plans = layouts(cluster, MODEL, "megatron-lm", 8, 256)
+    small = layouts(cluster, MODEL, "megatron-lm", 2, 64)
+    calibration = fitting.fit([], plans)
+    sure = dataclasses.replace(calibration, covariance=np.zeros_like(calibration.covariance))
+    before = design.belief(sure, plans, small)
+    spread = ((before.of_plans @ before.factor) ** 2).sum(axis=1)
+    np.testing.assert_allclose(np.sqrt(spread), np.sqrt(0.06**2 + 0.04**2 + 0.04**2), rtol=1e-5)
+    after = design.belief(sure, plans, small, [small[0]] * 50)
+    left = ((after.of_plans @ after.factor) ** 2).sum(axis=1) / spread
+    like = np.array([(p.tp, p.pp, p.micro_batch) == (small[0].tp, small[0].pp, small[0].micro_batch) for p in plans])
+    other = np.array([p.tp != small[0].tp and p.pp != small[0].pp for p in plans])
+    assert like.any() and np.all(left[like] < 0.02)  # which all of them have in common is known
+    np.testing.assert_allclose(left[other], 1, rtol=1e-5)
+
+
 def _truth(trials, seed):
     """Return the seconds of layouts on a cluster whose constants differ from what is typical."""
     random = np.random.default_rng(seed)
@@ -94,15 +110,15 @@ def _regrets(cluster, seed, runs, pick):
         calibration = fitting.fit(known, plans)
         chosen = calibration.forecast(plans).chosen_by.argmin()
         found.append(true[chosen] / true.min() - 1)
-        at = pick(calibration, plans, [small[i] for i in left])
+        at = pick(calibration, plans, [small[i] for i in left], known)
         if at is None:
             return [*found, *[found[-1]] * (runs + 1 - len(found))]
         done.append(left.pop(at))
     return found
 
 
-def _designed(calibration, plans, small):
-    proposed = design.propose(design.belief(calibration, plans, small), np.ones(len(small)), 1)
+def _designed(calibration, plans, small, known):
+    proposed = design.propose(design.belief(calibration, plans, small, known), np.ones(len(small)), 1)
     return proposed[0].run if proposed else None
 
 
@@ -112,7 +128,7 @@ def test_chosen_runs_teach_more_than_random_ones(cluster):
     seeds = range(12)
     chosen = np.mean([_regrets(cluster, seed, 4, _designed) for seed in seeds], axis=0)
     drawn = np.mean(
-        [_regrets(cluster, seed, 4, lambda _, __, s: int(random.integers(len(s)))) for seed in seeds], axis=0
+        [_regrets(cluster, seed, 4, lambda _, __, s, ___: int(random.integers(len(s)))) for seed in seeds], axis=0
     )
     assert chosen[0] == drawn[0] and chosen[-1] < chosen[0] / 2 and chosen[-1] < drawn[-1]
 
