@@ -1,8 +1,9 @@
-"""Predict steps that others published: python -m experiments.published [--fit] [--page=docs/accuracy.md].
+"""Predict steps that others published: python -m experiments.published [--fit] [--open] [--page=docs/accuracy.md].
 
 It prints predicted over published seconds of each run of runs.csv beside it, by the planner's own costs at the
 same model, mesh and batch, and the errors by half and source. The constants are those that ship; --fit fits them anew
-to every second run. --page writes the errors into a page.
+to every second run. --open says what these runs leave open of the constants, and how many are in their intervals.
+--page writes the errors into a page.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from experiments.published import comparison, halves, runs
+from experiments.published import comparison, halves, posterior, runs
 from experiments.published.prediction import PublishedConstants
 from paxtrain.command_line import run
 
@@ -23,6 +24,9 @@ def main(argv: Sequence[str]) -> None:
     if f.page:
         comparison.around(f.page)  # what is wrong with it is told before anything is fitted
     found = runs.read()
+    if f.open:
+        print("\n".join(posterior.told(found)))
+        return
     constants = PublishedConstants()
     if f.fit:
         constants = halves.fit([x for x, fitted in zip(found, halves.is_fitted(len(found))) if fitted])
@@ -36,6 +40,7 @@ def main(argv: Sequence[str]) -> None:
 def define_flags() -> None:
     """Define this main's flags."""
     flags.DEFINE_bool("fit", False, "Fit the constants to every second run instead of taking those that ship.")
+    flags.DEFINE_bool("open", False, "Say what the fitted half leaves open, and who is in intervals; takes minutes.")
     flags.DEFINE_string("page", None, "A page in Markdown whose table is written anew.")
 
 

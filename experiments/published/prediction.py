@@ -20,6 +20,7 @@ from planner.cost.link_seconds import LinkSeconds, Paths, fabric, paths
 from planner.cost.simulate import sharded_step
 from planner.cost.step_time import Problem
 from planner.fit.applied import profile, run_by
+from planner.planning.settings import Setting, with_setting
 
 _LATENCY = 2e-6, 1.2e-5  # seconds inside a host and between hosts, typical of NCCL
 # Bytes/s, each way, between two devices of a host: NVLink's rate by its data sheet.
@@ -53,6 +54,11 @@ class PublishedConstants:
     waiting: float = 1.0e-3
 
 
+def trainer_of(run: PublishedRun) -> str:
+    """Return who made a run, one of planner/runs/trainers.py."""
+    return _TRAINERS[run.columns["trainer"]]
+
+
 def cluster_of(run: PublishedRun, constants: PublishedConstants) -> Cluster:
     """Return the cluster of a run.
 
@@ -75,7 +81,7 @@ def cluster_of(run: PublishedRun, constants: PublishedConstants) -> Cluster:
         samples=np.where(same, inside, between)[None],
         sheets={run.device: dataclasses.replace(run.sheet, reach=getattr(constants, _REACHES[run.device]))},
     )
-    trainer = _TRAINERS[run.columns["trainer"]]
+    trainer = trainer_of(run)
     found = run_by(found, profile(trainer) | {"memory": constants.memory}, trainer)
     return dataclasses.replace(found, shares=dataclasses.replace(found.shares, stored_scores=not run.flash))
 
@@ -121,15 +127,16 @@ def _slow_down(run: PublishedRun, problem: Problem, constants: PublishedConstant
     problem.backward = problem.backward + passes + (3 if run.recompute == "full" else 2) * waits
 
 
-def predicted(run: PublishedRun, constants: PublishedConstants | None = None) -> float:
+def predicted(run: PublishedRun, constants: PublishedConstants | None = None, setting: Setting | None = None) -> float:
     """Return the predicted seconds of a step.
 
     Args:
         run: published run.
         constants: shares of data sheets; None: those that ship.
+        setting: factors on constants of the cluster and the trainer; None: none.
     """
     constants = constants or PublishedConstants()
-    cluster = cluster_of(run, constants)
+    cluster = with_setting(cluster_of(run, constants), setting or {})
     problem = Problem(cluster, run.model, _candidate(run))
     # Ranks count tensor fastest, then data, then pipe, and fill host after host.
     groups = np.arange(run.data * run.pipe).reshape(run.pipe, run.data).T

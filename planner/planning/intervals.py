@@ -1,8 +1,9 @@
 """The certainty of predicted steps: intervals of 80%, and the probabilities that one plan is quicker than another.
 
-Constants are known to within their deviations. Plans are priced under draws of all of them at once, the same for all
-plans. So what plans owe to a constant alike is no reason to doubt which one is quicker. What is left is the model's own
-error. Errors of plans that have a layer's cost, a mesh or a schedule in common have that part of it in common, too.
+Constants are known to within their deviations, some only together. Plans are priced under draws of all of them at once,
+the same for all plans. So what plans owe to a constant alike is no reason to doubt which one is quicker. What is left
+is the model's own error. Errors of plans that have a layer's cost, a mesh or a schedule in common have that part of it
+in common, too.
 
 References:
     Stratified draws: McKay, Beckman and Conover 1979 (Latin hypercubes).
@@ -81,6 +82,29 @@ def deviations(cluster: Cluster) -> dict[str, float]:
     return {name: cluster.deviations.get(name, x) for name, x in (found | devices | of_trainer).items()}
 
 
+def own_error() -> float:
+    """Return the standard deviation of the model's own error, of the logarithm of a step."""
+    return math.sqrt(sum(x**2 for _, x in _COMMON))
+
+
+def correlations(cluster: Cluster, names: Sequence[str]) -> Array:
+    """Return the correlations of the logarithms of constants, [names, names]; those of runs of its own are not known.
+
+    Args:
+        cluster: the cluster.
+        names: constants, as `deviations` names them.
+    """
+    found, facts = np.eye(len(names)), TRAINERS.get(cluster.execution.trainer)
+    sheets = [cluster.sheet(kind) for kind in set(cluster.kinds)]
+    if facts is None or any(one is None or one.capability != facts.capability for one in sheets):
+        return found
+    for pair, value in facts.correlated.items():
+        if cluster.deviations.keys().isdisjoint(pair) and set(pair) <= set(names):
+            i, j = (names.index(name) for name in pair)
+            found[i, j] = found[j, i] = value
+    return found
+
+
 def _below(logs: Array) -> Array:
     """Return the normal distribution function, elementwise."""
     return np.array([_NORMAL.cdf(x) for x in logs.tolist()])
@@ -119,8 +143,8 @@ class Beliefs:
 
     def quantile(self, i: int, q: float) -> float:
         """Return the seconds below which a plan's step stays with probability q."""
-        own = sum(x**2 for _, x in _COMMON)
-        cases = [(p, logs, math.sqrt(own + more)) for p, logs, more in self._cases(i)]
+        own = own_error()
+        cases = [(p, logs, math.hypot(own, math.sqrt(more))) for p, logs, more in self._cases(i)]
         low = min(float(logs.min()) - 4 * x for _, logs, x in cases)
         high = max(float(logs.max()) + 4 * x for _, logs, x in cases)
         for _ in range(_HALVINGS):
@@ -155,11 +179,12 @@ class Beliefs:
         )
 
 
-def _draws(known: Mapping[str, float], draws: int, of_links: int) -> list[dict[str, float]]:
+def _draws(known: Mapping[str, float], related: Array, draws: int, of_links: int) -> list[dict[str, float]]:
     """Return settings with factors that are drawn for each constant, by its deviation.
 
     Args:
         known: the deviations.
+        related: correlations of their logarithms; those of links have none.
         draws: number of settings.
         of_links: different ones of the constants of links.
     """
@@ -168,6 +193,7 @@ def _draws(known: Mapping[str, float], draws: int, of_links: int) -> list[dict[s
         count = of_links if name in LINKS else draws
         strata = np.array([_NORMAL.inv_cdf((n + 0.5) / count) for n in range(count)])
         scores[name] = np.tile(random.permutation(strata), draws // count)
+    scores = dict(zip(scores, np.linalg.cholesky(related) @ np.array(list(scores.values()))))
     return [{name: math.exp(known[name] * z[n]) for name, z in scores.items()} for n in range(draws)]
 
 
@@ -182,7 +208,8 @@ def believe(search: Search, ranked: Sequence[Found], compiled: Sequence[Found] =
     cluster, model, by = search.cluster, search.model, search.cluster.execution
     priced = [PricedPlan(found.candidate, found.placement.hosts) for found in ranked]
     many = cluster.devices > _MANY
-    settings = [{}, *_draws(deviations(cluster), *(_FEW_DRAWS if many else _DRAWS))]
+    known = deviations(cluster)
+    settings = [{}, *_draws(known, correlations(cluster, list(known)), *(_FEW_DRAWS if many else _DRAWS))]
     by_setting = PlanSettings(cluster, model, search.options.quantile, settings)
     parts = [[one] for one in priced] if many else [priced]
     seconds = np.concatenate([by_setting.seconds(some) for some in parts], axis=1)

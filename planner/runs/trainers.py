@@ -22,6 +22,9 @@ class TrainerFacts:
         stalls: typical rates at which its runs stall, see planner/fit/stalls.py.
         published: constants that published runs determine, for plans: each a value and the standard deviation of its
             logarithm. Others are as typical and as wide as in planner/fit/constants.py.
+        correlated: correlations of pairs of these logarithms, for plans on devices of `capability`. Runs determine a
+            step, so that a slower backward on a quicker device fits them as well.
+        capability: compute capability of the devices of these runs.
         counts: counts of planner/fit/memory.py, for plans; empty: the typical ones.
         peak_noise: standard deviation of the logarithm of a peak of memory around what they predict.
     """
@@ -33,6 +36,8 @@ class TrainerFacts:
     typical: Mapping[str, float] = dataclasses.field(default_factory=dict)
     stalls: tuple[float, float, float] = (3e-4, 3e-4, 0.03)
     published: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    correlated: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    capability: tuple[int, int] | None = None
     counts: tuple[float, ...] = ()
     peak_noise: float = 0.3
 
@@ -86,13 +91,21 @@ TRAINERS: Mapping[str, TrainerFacts] = {
         peak_noise=0.115,
     ),
     # The rates at which these stall are what is left of the prior once no published run of them has stalled. Their
-    # constants are fitted to every second run of experiments/published, at the rates of devices and links that ship.
+    # constants are fitted to every second run of experiments/published, at the rates of devices and links that ship;
+    # deviations and correlations are of what that half leaves open (experiments/published/posterior.py).
     "megatron-lm": TrainerFacts(
         flash=True,
         overlaps=_EVERY,
         float32=True,
         stalls=(2.7e-4, 3.5e-5, 0.03),
-        published={"backward": (1.85, 0.05), "data_ratio": (1.2, 0.32)},
+        published={"backward": (1.85, 0.10), "data_ratio": (1.2, 0.30), "chunk_seconds": (5e-4, 0.87)},
+        correlated={
+            ("backward", "matmul"): 0.81,
+            ("backward", "memory"): 0.37,
+            ("backward", "chunk_seconds"): -0.31,
+            ("chunk_seconds", "memory"): -0.30,
+        },
+        capability=(8, 0),
     ),
     "torchtitan": TrainerFacts(
         flash=True,
