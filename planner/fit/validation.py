@@ -33,8 +33,8 @@ class Repetition(NamedTuple):
     scores: dict[str, Scores]
 
 
-_NEAR = 3.0  # times the best of a group: runs that somebody could choose
-NEAR = f"within {_NEAR:g}x of the best"
+NEAR_FACTOR = 3.0  # times the best of a group: runs that somebody could choose
+NEAR = f"within {NEAR_FACTOR:g}x of the best"
 
 
 def _scores(
@@ -56,7 +56,7 @@ def _scores(
     found = (
         {name: of([i for i in held if rows[i].cluster == name], name) for name in clusters} if len(clusters) > 1 else {}
     )
-    near = [held[i] for i in accuracy.within([rows[i] for i in held], _NEAR)]
+    near = [held[i] for i in accuracy.within([rows[i] for i in held], NEAR_FACTOR)]
     return {**found, NEAR: of(near, ""), "all": of(held, "")}
 
 
