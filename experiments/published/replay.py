@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> None:
 def define_flags() -> None:
     """Define this main's flags."""
     flags.DEFINE_string("trials", None, "The measured runs: a published record, or a table of planner/runs/trials.py.")
-    flags.DEFINE_list("hosts", ["8", "16", "32", "64"], "Numbers of hosts for which a layout is chosen.")
+    flags.DEFINE_list("hosts", ["8", "16", "32"], "Numbers of hosts for which a layout is chosen.")
 
 
 if __name__ == "__main__":
