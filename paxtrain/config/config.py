@@ -284,6 +284,13 @@ class Config(Checked):
             f"compress.data.inside={inside} does not divide {of}",
             each("compress.data.inside", near(ranks, inside)),
         )
+        require(
+            inside == 1 or self.mesh.replicas == self.mesh.data or self.mesh.copies > 1,
+            f"compress.data.inside={inside} makes groups of data ranks, but mesh.context={self.mesh.context} devices "
+            "reduce gradients with each of them",
+            {"compress.data.inside": 1},
+            {"mesh.context": 1},
+        )
 
     def _check_weights(self) -> None:
         """Require that weights are gathered over the data ranks that train together, if a codec is to encode them."""
@@ -319,12 +326,7 @@ class Config(Checked):
             {"batch.data_micro_batches": OUT},
             ways,
         )
-        require(
-            compress.data.chosen == "none",
-            f"mesh.shard={shard} reduces gradients over data in each micro-batch, and compress.data those of a step",
-            {"compress.data": OUT},
-            ways,
-        )
+        self._check_shard_codec()
         for name in ("codec", "sync"):
             value = getattr(compress.embedding, name)
             require(
@@ -334,6 +336,34 @@ class Config(Checked):
                 {f"compress.embedding.{name}": OUT},
                 ways,
             )
+
+    def _check_shard_codec(self) -> None:
+        """Require that a codec of gradients fits sums in shards: on all stages, or between groups of data ranks."""
+        mesh, data = self.mesh, self.compress.data
+        if data.chosen == "none":
+            return
+        out = {"compress.data": OUT}, {"mesh.shard": "optimizer", "mesh.shard_group": 0}
+        require(
+            not data.low_rank,
+            f"mesh.shard={mesh.shard} has sums of gradients in shards, which low rank (compress.data) does not take",
+            {"compress.data.codec": "int8", "compress.data.stages": OUT, "compress.data.adapt_every": OUT},
+            *out,
+        )
+        require(
+            data.chosen == "all",
+            f"mesh.shard={mesh.shard} compresses gradients over data on all stages or on none, but "
+            f"compress.data.stages={data.stages}",
+            {"compress.data.stages": "all"},
+            *out,
+        )
+        require(
+            mesh.copies == 1 or data.inside == mesh.shard_group,
+            f"mesh.shard_group={mesh.shard_group} compresses gradients between its groups, as they are summed inside, "
+            f"but compress.data.inside={data.inside}",
+            {"compress.data.inside": mesh.shard_group},
+            {"mesh.shard_group": 0},
+            out[0],
+        )
 
     def _larger_groups(self) -> Iterator[Way]:
         """Yield ways to several data ranks that train together."""

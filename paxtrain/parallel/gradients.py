@@ -13,6 +13,7 @@ References:
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -190,7 +191,6 @@ def _compressed_layers(
     layout, chosen = compression.layout, compression.compressed_kernels(level)
     assert compression.reducer
     reducer = compression.reducer.at(level)
-    dims = layout.data_dims()["layers"]
     gradients = {(i, *path): layer[path[0]][path[1]] for i, layer in enumerate(layers) for path in paths(layer)}
     places = [(i, *path) for i in range(len(layers)) for path in compression.data_kernels if (i, *path) in gradients]
     used = [n for n, (_, *path) in enumerate(places) if tuple(path) in chosen]
@@ -198,10 +198,10 @@ def _compressed_layers(
     for n in set(range(len(places))) - set(used):
         # This kernel was compressed at a lower level and is dense now, so its error is added to the gradient.
         place = places[n]
-        gradients[place], states[n] = reducer.release(states[n], gradients[place], compression.shards[place[1:]])
+        gradients[place], states[n] = reducer.release(states[n], gradients[place], compression.over_data[place[1:]][1])
 
     compressed = [places[n] for n in used]
-    shards = [compression.shards[place[1:]] for place in compressed]
+    shards = [compression.over_data[place[1:]][1] for place in compressed]
     decoded, left_out = list[jax.Array](), LeftOut(jnp.float32(0), jnp.float32(0))
     if used:  # layers of some kinds may have no kernel that is compressed
         wire, kept = reducer.encode([states[n] for n in used], [gradients[place] for place in compressed], shards)
@@ -211,10 +211,8 @@ def _compressed_layers(
             states[n] = new
         decoded = reducer.decode(arrived, kept, shards)
 
-    rest = [place for place in gradients if place not in compressed]
-    along = [without_stage(dims[name][leaf]) for _, name, leaf in rest]
-    dense = _packed_means(layout, [gradients[place] for place in rest], along, layout.replica_axes)
-    reduced = dict(zip(rest, dense, strict=True))
+    rest = {place: x for place, x in gradients.items() if place not in compressed}
+    reduced = _reduced(layout, rest, _packed_means)
     reduced |= dict(zip(compressed, decoded, strict=True))
     return _trees(layers, reduced), stored(states), left_out
 
@@ -268,17 +266,28 @@ def reduce_layers(
     """
     if level:
         return _compressed_layers(compression, layers, state, level)
-    layout, zero = compression.layout, jnp.float32(0)
-    dims, arrays = layout.data_dims()["layers"], dict[ArrayKey, jax.Array]()
+    layout, zero, arrays = compression.layout, jnp.float32(0), dict[ArrayKey, jax.Array]()
     for i, layer in enumerate(layers):
         arrays |= {(i, *path): layer[path[0]][path[1]] for path in paths(layer)}
+    return _trees(layers, _reduced(layout, arrays, means)), state, LeftOut(zero, zero)
+
+
+def _reduced(layout: Layout, arrays: dict[ArrayKey, jax.Array], mean: Callable) -> dict[ArrayKey, jax.Array]:
+    """Return the means of arrays of the layers over the axes that are left to reduce.
+
+    Args:
+        layout: Layout of the parameters.
+        arrays: Gradients of the layers.
+        mean: `means` or `_packed_means`.
+    """
+    dims, found = layout.data_dims()["layers"], dict(arrays)
     left = {key: left_to_reduce(layout, "layers", *key[1:]) for key in arrays}
     for axes in dict.fromkeys(left.values()):
         if axes is not None:
             some = [key for key in arrays if left[key] == axes]
             along = [without_stage(dims[name][leaf]) for _, name, leaf in some]
-            arrays |= dict(zip(some, means(layout, [arrays[key] for key in some], along, axes), strict=True))
-    return _trees(layers, arrays), state, LeftOut(zero, zero)
+            found |= dict(zip(some, mean(layout, [arrays[key] for key in some], along, axes), strict=True))
+    return found
 
 
 def without_stage(dim: int) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress.codec import Codec, State, Tree
-from compress.reducer import LeftOut, Shard, each, gather, stored
+from compress.reducer import LeftOut, Shard, each, gather, mean, stored
 from paxtrain.config.axes import AXES, PIPE
 from paxtrain.model import parameters
 from paxtrain.parallel import gradients
@@ -22,7 +22,7 @@ from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.parallel.weights import gather_each
 from paxtrain.pipeline.closing import store
-from paxtrain.pipeline.program import Layers, Weights, layers_of
+from paxtrain.pipeline.program import Layers, Sums, Weights, layers_of
 from paxtrain.pipeline.rings import write_front
 from paxtrain.pipeline.sharding import InShards, Whole
 
@@ -81,11 +81,35 @@ class DataReduction:
 
     def states(self) -> list[State]:
         """Return the state of each layer slot before the step, and last that of the embedding's codec."""
-        return [*self._states(self.state, LeftOut(jnp.float32(0), jnp.float32(0))), self.tables]
+        return [*self._states(self.state, _no_stats()), self.tables]
+
+    def errors(self) -> list[list[Tree]] | tuple[()]:
+        """Return what a codec in each micro-batch has left out before the step, as `Weights.errors`.
+
+        Each layer has a LayerState, its kernels' states by path.
+        """
+        compression, slots = self.compression, self.compression.slot_kernels
+        if not (compression.each_micro_batch and any(self.ranks) and any(slots)):
+            return ()
+        kernels = iter(each(self.state, compression.data_structure, sum(map(len, slots))))
+        layers = iter([LayerState({path: next(kernels) for path in paths}, _no_stats()) for paths in slots])
+
+        def segment(count: int, scan: bool) -> Tree:
+            own = [next(layers) for _ in range(count)]
+            return jax.tree.map(lambda *x: jnp.stack(x), *own) if scan else own
+
+        segments = self.layout.program.segments
+        return [[segment(s.count, s.scan) for s in segments] for _ in range(self.layout.chunks)]
+
+    @property
+    def _slots(self) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """Kernels of each layer slot that the reducer takes at a step's end."""
+        slots = self.compression.slot_kernels
+        return ((),) * len(slots) if self.compression.each_micro_batch else slots
 
     def _states(self, state: Tree, stats: LeftOut) -> list[State]:
         """Return the state of each layer slot, given that of all; the first one has all statistics."""
-        slots = self.compression.slot_kernels
+        slots = self._slots
         if not any(slots):
             return [()] * len(slots)
         kernels = iter(each(state, self.compression.data_structure, sum(map(len, slots))))
@@ -145,7 +169,8 @@ class DataReduction:
         """
         if self.layout.config.mesh.replicas == 1:
             return grads, states  # to write equal values to their place XLA would copy stacks of scanned layers
-        layers, kinds = gradients.layer_gradients(grads), sorted({self.ranks[s] for s in stages})
+        ranks = (0,) * len(self.ranks) if self.compression.each_micro_batch else self.ranks
+        layers, kinds = gradients.layer_gradients(grads), sorted({ranks[s] for s in stages})
         *states, tables = states
         state = self._joined(states)
         branches = [functools.partial(gradients.reduce_layers, self.compression, rank, layers, state) for rank in kinds]
@@ -153,7 +178,7 @@ class DataReduction:
             reduced, state, stats = branches[0]()
         else:
             # All ranks of a data group belong to one stage and take the same branch, so their collectives match.
-            numbers = [kinds.index(rank) if rank in kinds else 0 for rank in self.ranks]
+            numbers = [kinds.index(rank) if rank in kinds else 0 for rank in ranks]
             reduced, state, stats = lax.switch(jnp.array(numbers)[lax.axis_index(PIPE)], branches)
         rows = iter(reduced)
         chunks = [
@@ -162,7 +187,7 @@ class DataReduction:
         ]
         reduced_rest, tables = self.rest(stages, grads, tables)
         fronts = write_front((grads.embedding, grads.final_norm), (), reduced_rest)
-        return Weights(fronts[0], chunks, fronts[1]), [*self._states(state, stats), tables]
+        return Weights(fronts[0], chunks, fronts[1], grads.errors), [*self._states(state, stats), tables]
 
     def _store(self, total: Layers, reduced: list[Params]) -> Layers:
         """Return what `store` does; sums that are reduced already stay as they are."""
@@ -177,7 +202,7 @@ class DataReduction:
 
     def _joined(self, states: list[State]) -> Tree:
         """Return the state of all layers, given that of each."""
-        slots = self.compression.slot_kernels
+        slots = self._slots
         if not any(slots):
             return ()
         structure, both = self.compression.data_structure, zip(states, slots, strict=True)
@@ -219,16 +244,21 @@ class DataReduction:
             "final_norm": {k: front(x[None], dims["final_norm"][k]) for k, x in grads.final_norm.items()},
         }
         tree = gradients.sum_over_axes(layout, tree)
+        if self.compression.each_micro_batch:
+            layers = [layer for chunk in grads.errors for part in chunk for layer in layers_of(part)]
+            slots = zip(layers, self.compression.slot_kernels, strict=True) if layers else ()
+            kept = stored([layer.kernels[path] for layer, paths in slots for path in paths]) if layers else self.state
+            return Reduced(tree, kept, self._left_out(layers), tables)
         return Reduced(tree, self._joined(states), self._left_out(states), tables)
 
     def _left_out(self, states: list[State]) -> jax.Array:
         """Return the relative error of the stage's compression."""
-        if not any(self.ranks):
+        if not (any(self.ranks) and states):
             return jnp.float32(0)
         # Devices of a tensor group have different parts of the matrices, those of a data group different errors.
         sums = jnp.stack([sum(part) for part in zip(*(state.stats for state in states), strict=True)])
         with jax.named_scope("compression"):
-            left, total = lax.psum(sums, tuple(axis for axis in AXES if axis != PIPE))
+            left, total = lax.psum(sums, self.layout.config.mesh.over(*(axis for axis in AXES if axis != PIPE)))
         error = jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
         return jnp.where(jnp.array(self.ranks)[lax.axis_index(PIPE)] > 0, error, 0.0)
 
@@ -242,10 +272,12 @@ class DataShards:
     Attributes:
         layout: Layout of the parameters.
         codec: Codec of the kernels that are gathered; None: they travel as they are.
+        compression: Compression of the run, whose reducer takes gradients that come with errors.
     """
 
     layout: Layout
     codec: Codec | None
+    compression: Compression | None = None
 
     @property
     def _gathers(self) -> bool:
@@ -290,17 +322,36 @@ class DataShards:
         return jax.tree.unflatten(structure, arrays)
 
     @jax.named_scope("reduce_gradients")
-    def scatter(self, made: Params) -> Params:
-        """Return what a device sums of the gradients of a layer, or of some of its arrays; others are None.
+    def scatter(self, made: Params, errors: LayerState | tuple[()]) -> Sums:
+        """Return what a device sums of the gradients of a layer, or of some of its arrays, and errors; others are None.
 
         Args:
             made: Sums over one micro-batch, whole arrays in float32.
+            errors: What the reducer has left out of earlier ones; (): gradients travel as they are.
         """
         arrays, which, dims, structure = self._parted(made)
-        some = gradients.means(self.layout, [arrays[i] for i in which], dims, self.layout.group_axes)
-        for i, x in zip(which, some, strict=True):
-            arrays[i] = x
-        return jax.tree.unflatten(structure, arrays)
+        named = [names(path) for path, _ in jax.tree_util.tree_leaves_with_path(made)]
+        coded = {named[i]: i for i in which if errors and named[i] in errors.kernels}
+        if coded:
+            some, errors = self._reduced({path: arrays[i] for path, i in coded.items()}, errors)
+            for path, i in coded.items():
+                arrays[i] = some[path]
+        left = [n for n, i in enumerate(which) if named[i] not in coded]
+        dense = [arrays[which[n]] for n in left]
+        for n, x in zip(left, gradients.means(self.layout, dense, [dims[n] for n in left], self.layout.group_axes)):
+            arrays[which[n]] = x
+        return Sums(jax.tree.unflatten(structure, arrays), errors)
+
+    @jax.named_scope("compression")
+    def _reduced(
+        self, made: dict[tuple[str, ...], jax.Array], errors: LayerState
+    ) -> tuple[dict[tuple[str, ...], jax.Array], LayerState]:
+        """Return the reducer's means of gradients, by path, and the errors after them."""
+        assert self.compression and self.compression.reducer
+        states, shards = [errors.kernels[path] for path in made], [self.compression.over_data[path][1] for path in made]
+        found, states, left_out = mean(self.compression.reducer, states, list(made.values()), shards)
+        kernels = errors.kernels | dict(zip(made, states, strict=True))
+        return dict(zip(made, found, strict=True)), LayerState(kernels, LeftOut(*map(jnp.add, errors.stats, left_out)))
 
     @property
     def _table_dim(self) -> int | None:
@@ -321,15 +372,23 @@ class DataShards:
         return gradient if dim is None else gradients.means(self.layout, [gradient], [dim], self.layout.group_axes)[0]
 
 
-def held_by(layout: Layout, codec: Codec | None) -> Whole:
+def held_by(compression: Compression, codec: Codec | None, reduction: DataReduction | None) -> Whole:
     """Return how a stage has its weights and the sums of their gradients.
 
     Args:
-        layout: Layout of the parameters.
+        compression: Compression of the run.
         codec: Codec of the kernels that are gathered; None: they travel as they are.
+        reduction: Reduction of the gradients; None: they travel as they are.
     """
-    mesh = layout.config.mesh
-    return InShards(DataShards(layout, codec)) if mesh.shards_sums and mesh.replicas > 1 else Whole()
+    layout, mesh = compression.layout, compression.config.mesh
+    if not (mesh.shards_sums and mesh.replicas > 1):
+        return Whole()
+    return InShards(DataShards(layout, codec, compression), reduction.errors() if reduction else ())
+
+
+def _no_stats() -> LeftOut:
+    """Return statistics before the first message."""
+    return LeftOut(jnp.float32(0), jnp.float32(0))
 
 
 def _rows(segment: Layers) -> list[Params]:

@@ -184,10 +184,8 @@ class Trainer:
             transform_non_params=lambda _: PartitionSpec(),
             is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
-        codec = jax.tree.map(lambda _: device_spec(self.config.mesh), state.codec)
-        return state.replace(
-            step=PartitionSpec(), skipped=PartitionSpec(), params=params, optimizer=optimizer, codec=codec
-        )
+        codec, whole = jax.tree.map(lambda _: device_spec(self.config.mesh), state.codec), PartitionSpec()
+        return state.replace(step=whole, skipped=whole, params=params, optimizer=optimizer, codec=codec)
 
     def _shardings(self, specs: Any) -> Any:
         def of(spec: PartitionSpec) -> NamedSharding:  # a device that emulates all of them has everything
@@ -304,7 +302,13 @@ class Trainer:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def stage(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None, splits: bool = False, exact: bool = False
+        self,
+        params: Params,
+        tokens: jax.Array,
+        key: jax.Array | None,
+        splits: bool = False,
+        exact: bool = False,
+        reduction: DataReduction | None = None,
     ) -> Stage:
         """Return the pipeline stage of one device. Call it inside `shard_map`.
 
@@ -314,14 +318,15 @@ class Trainer:
             key: Key of dropout, uint32 [2]; None without dropout.
             splits: Whether the backward can run in two parts even if the schedule does not split it.
             exact: Whether weights are gathered as they are, although the configuration has a codec for them.
+            reduction: Reduction of the gradients, if this is a training step.
         """
         c = self.config
         share = share_of(self._data_rank(), c.rank_micro_batches, c.batch.micro_batch)
         tokens = tokens.reshape(-1, c.batch.micro_batch, tokens.shape[1])
         codec = None if exact else self.compression.weights_codec
-        weights, held = gather_weights(self.layout, params, codec), held_by(self.layout, codec)
+        held = held_by(self.compression, codec, reduction)
         program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
-        return Stage(program, weights, tokens, key, share, held)
+        return Stage(program, gather_weights(self.layout, params, codec), tokens, key, share, held)
 
     def _data_rank(self) -> jax.Array:
         """Return the data rank of a device in the whole batch."""
@@ -337,9 +342,9 @@ class Trainer:
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: CodecStates) -> tuple:
         """Return one device's results for `loss_and_gradients`, before they are assembled to global arrays."""
         table, compression, codec = self.schedule, self.compression, local(codec)
-        stage = self.stage(params, tokens, key)
         between = {direction: codec[direction] for direction in ("backward", "forward")}
         reduction = DataReduction(compression, self.ranks, codec["data"], codec.get("embedding", ()))
+        stage = self.stage(params, tokens, key, reduction=reduction)
         loss, grads, between, states, scalars = executor.loss_and_gradients(
             stage, self.buffers, table.masked, compression.links, between, reduction
         )
@@ -432,10 +437,9 @@ class Trainer:
 
     def _key(self, step: jax.Array) -> jax.Array | None:
         """Return the key of a step's dropout; None without dropout."""
-        c = self.config
-        if not (c.model.embedding_dropout or c.model.residual_dropout):
-            return None
-        return jax.random.key_data(jax.random.fold_in(jax.random.key(c.run.seed), step))
+        model, seed = self.config.model, self.config.run.seed
+        drops = model.embedding_dropout or model.residual_dropout
+        return jax.random.key_data(jax.random.fold_in(jax.random.key(seed), step)) if drops else None
 
     def _step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         key = self._key(state.step)

@@ -458,7 +458,7 @@ def loss_and_gradients(
         states of the codecs; the reduction's states; and this stage's sums of its layers' scalars, by name. If there
         is a reduction, reduced gradients lie at the front of the arrays.
     """
-    grads = zeros_like(stage.held.sums(stage.weights))
+    grads = zeros_like(stage.held.sums(stage.weights))._replace(errors=stage.held.errors)
     if stage.program.stages == 1:
         loss, scalars, grads, reduced = one_stage(stage, grads, reduction)
         return loss, grads, states, reduced, scalars

@@ -34,11 +34,26 @@ class Weights(NamedTuple):
         chunks: segments of each chunk. A segment is a list of layers' trees, or one stacked tree [layers, ...] if it is
             scanned.
         final_norm: scale [H], and bias [H] if any.
+        errors: of accumulators, what the codec of their gradients has left out so far, arranged like `chunks`; ()
+            without one.
     """
 
     embedding: Params
     chunks: list[list[Layers]]
     final_norm: Params
+    errors: list[list[Tree]] | tuple[()] = ()
+
+
+class Sums(NamedTuple):
+    """What a device sums of the gradients of a layer, or of a scanned segment.
+
+    Attributes:
+        total: accumulators.
+        errors: what the codec of the gradients has left out so far; () without one.
+    """
+
+    total: Params
+    errors: Tree = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jax import lax
 
 from compress.codec import Tree
 from paxtrain.model.transformer import Params
-from paxtrain.pipeline.program import LayerPlace, LayerStep, Weights
+from paxtrain.pipeline.program import LayerPlace, LayerStep, Sums, Weights
 from paxtrain.pipeline.rings import add, only_if, read, write
 
 Turn = Callable[[int | jax.Array], tuple[LayerPlace, Params]]
@@ -33,8 +33,13 @@ class DataCollectives(Protocol):
     def gather(self, layer: Params) -> Params:
         """Return the weights of a layer, whole."""
 
-    def scatter(self, made: Params) -> Params:
-        """Return what a device sums of gradients of a layer over one micro-batch; arrays may be None."""
+    def scatter(self, made: Params, errors: Tree) -> Sums:
+        """Return what a device sums of gradients of a layer over one micro-batch, and the errors; arrays may be None.
+
+        Args:
+            made: gradients, whole.
+            errors: what the codec of gradients has left out of those before; () if they travel as they are.
+        """
 
     def gather_table(self, table: jax.Array) -> jax.Array:
         """Return a table of the vocabulary, whole."""
@@ -44,7 +49,13 @@ class DataCollectives(Protocol):
 
 
 class Whole:
-    """Weights and sums of gradients of which each data rank has all."""
+    """Weights and sums of gradients of which each data rank has all.
+
+    Attributes:
+        errors: what a codec of gradients has left out before the step, as `Weights.errors`.
+    """
+
+    errors: list[list[Tree]] | tuple[()] = ()
 
     def sums(self, weights: Weights) -> Weights:
         """Return the gradients' sums on a device, or their shapes, given its weights."""
@@ -87,15 +98,15 @@ class Whole:
         """
         return total
 
-    def summed(self, x: Tree, total: Params, made: Params) -> tuple[Tree, Params]:
+    def summed(self, x: Tree, own: Sums, made: Params) -> tuple[Tree, Sums]:
         """Return what goes to the next layer, x, and a layer's accumulators after a micro-batch.
 
         Args:
             x: what goes to the next layer.
-            total: the accumulators before.
+            own: the accumulators before.
             made: what has become of `first_sum`; some arrays, which are not changed, may be None.
         """
-        return x, made
+        return x, own._replace(total=made)
 
     def parts(self, x: Tree, made: Params) -> tuple[Tree, Params]:
         """Return what goes to the next layer, x, and what a device sums of a layer's gradients; some may be None."""
@@ -131,9 +142,12 @@ class Whole:
         return jnp.where(condition, run(x), x)
 
 
-def _with_sums(part: Tree, place: LayerPlace, sums: Tree) -> Tree:
+def _with_sums(part: Tree, place: LayerPlace, sums: Sums | tuple[()]) -> Tree:
     """Return a segment's stacked accumulators with what a device sums of a layer's gradients added, if there is any."""
-    return write(part, place.at, add(read(part, place.at), sums)) if sums else part
+    if not sums:
+        return part
+    total = write(part.total, place.at, add(read(part.total, place.at), sums.total))
+    return Sums(total, write(part.errors, place.at, sums.errors))
 
 
 class InShards(Whole):
@@ -143,8 +157,8 @@ class InShards(Whole):
     layers, gather once for F and B, and keep in memory what they make.
     """
 
-    def __init__(self, shards: DataCollectives) -> None:
-        self._shards = shards
+    def __init__(self, shards: DataCollectives, errors: list[list[Tree]] | tuple[()] = ()) -> None:
+        self._shards, self.errors = shards, errors
         self.start()
 
     def sums(self, weights: Weights) -> Weights:
@@ -182,7 +196,7 @@ class InShards(Whole):
         def one(n: int | jax.Array, carry: tuple, last: bool = False) -> tuple:
             x, part, weights, made = carry
             coming = weights if last else self._shards.gather(turn(n + 1)[1])
-            sums = self._shards.scatter(made) if made else ()
+            sums = self._sent(part, turn(n - 1)[0], made)
             self._late = []
             x, part = step(turn(n)[0], weights, x, part)
             late, self._late = self._late, None
@@ -196,7 +210,12 @@ class InShards(Whole):
         if first < count - 1:
             carry = lax.fori_loop(first, count - 1, one, carry)
         x, part, _, made = one(count - 1, carry, last=True)
-        return x, _with_sums(part, turn(count - 1)[0], self._shards.scatter(made) if made else ())
+        place = turn(count - 1)[0]
+        return x, _with_sums(part, place, self._sent(part, place, made))
+
+    def _sent(self, part: Tree, place: LayerPlace, made: Params | tuple[()]) -> Sums | tuple[()]:
+        """Return what a device sums of whole gradients of a layer of a scanned segment, if there are any."""
+        return self._shards.scatter(made, read(part.errors, place.at)) if made else ()
 
     def _whole(self, place: LayerPlace, layer: Params) -> tuple[LayerPlace, Params]:
         """Return a layer's place and its weights, whole."""
@@ -206,19 +225,25 @@ class InShards(Whole):
         """Return zeros for whole gradients."""
         return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), shapes)
 
-    def summed(self, x: Tree, total: Params, made: Params) -> tuple[Tree, Params]:
+    def summed(self, x: Tree, own: Sums, made: Params) -> tuple[Tree, Sums]:
         """Return what goes to the next layer, and the accumulators with whole gradients added in shards."""
         if self._late is not None:
             self._late.append(made)
-            return x, total
-        x, parts = self.parts(x, made)
-        return x, jax.tree.map(lambda part, own: add(own, part), parts, total)
+            return x, own
+        x, sums = self._leave(x, made, own.errors)
+        return x, sums._replace(total=jax.tree.map(lambda part, total: add(total, part), sums.total, own.total))
 
     def parts(self, x: Tree, made: Params) -> tuple[Tree, Params]:
         """Return what goes to the next layer, and shards of gradients, which leave under the next layer."""
+        x, sums = self._leave(x, made, ())
+        return x, sums.total
+
+    def _leave(self, x: Tree, made: Params, errors: Tree) -> tuple[Tree, Sums]:
+        """Return what goes to the next layer, and what a device sums of gradients, which leave under the next layer."""
         made, _ = lax.optimization_barrier((made, self._parts))
-        before, self._parts = self._parts, self._shards.scatter(made)
-        return (lax.optimization_barrier((x, before))[0] if before else x), self._parts
+        before, sums = self._parts, self._shards.scatter(made, errors)
+        self._parts = sums.total
+        return (lax.optimization_barrier((x, before))[0] if before else x), sums
 
     def table(self, table: jax.Array) -> jax.Array:
         """Return a table of the vocabulary, whole, given a device's shard."""

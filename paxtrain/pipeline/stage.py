@@ -19,6 +19,7 @@ from paxtrain.pipeline.program import (
     Program,
     Segment,
     Share,
+    Sums,
     Weights,
     layers_of,
 )
@@ -296,13 +297,25 @@ class Stage:
         since: Tree = None,
     ) -> tuple[Tree, Weights, list[State]]:
         """Run a step of each layer over the accumulators; return also the states of `close`."""
+
+        def closed(place: LayerPlace, weights: Params, x: Tree, total: Params) -> tuple[Tree, Params]:
+            x, sums = step(place, weights, x, Sums(total))
+            return x, sums.total
+
         totals = grads.chunks[chunk]
-        states: list[State] = []
         if close:
-            x, totals, states = close.run(self, chunk, x, totals, step, close, backward)
-        else:
-            x, totals = self._each_layer(chunk, x, totals, step, backward, since)
-        return x, _with_chunk(grads, chunk, totals), states
+            x, totals, states = close.run(self, chunk, x, totals, closed, close, backward)
+            return x, _with_chunk(grads, chunk, totals), states
+        errors = grads.errors[chunk] if grads.errors else [() if s.scan else [()] * s.count for s in self._segments]
+        sums = [Sums(*b) if s.scan else list(map(Sums, *b)) for s, *b in zip(self._segments, totals, errors)]
+        x, sums = self._each_layer(chunk, x, sums, step, backward, since)
+        parts = [(own.total, own.errors) if isinstance(own, Sums) else tuple(map(list, zip(*own))) for own in sums]
+        totals, errors = map(list, zip(*parts))
+        return x, _with_chunk(grads, chunk, totals, errors), []
+
+    @property
+    def _segments(self) -> tuple[Segment, ...]:
+        return self.program.segments
 
     def backward(
         self,
@@ -335,10 +348,10 @@ class Stage:
         else:
             again = residuals
 
-        def step(place: LayerPlace, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
+        def step(place: LayerPlace, weights: Params, g: jax.Array, total: Sums) -> tuple[jax.Array, Sums]:
             kept, layer = read(place.of(again), (*slot, *place.at)), self._layer(place)
             own = read(total, place.at)
-            first = self.held.first_sum(own, layer.weights)
+            first = self.held.first_sum(own.total, layer.weights)
             # A ring for the backward in two parts has places for more, behind those of F.
             added, g = layer.adding(weights, kept[: len(layer.vjp.kept)], (g, scalars), first)
             g, added = self.held.summed(g, own, added)
@@ -391,15 +404,17 @@ class Stage:
             close: reduction of the layers' gradients, if this is the stage's last op.
         """
 
-        def step(place: LayerPlace, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
+        def step(place: LayerPlace, weights: Params, x: tuple, total: Sums) -> tuple[tuple, Sums]:
             leaves, layer = read(place.of(residuals), (*slot, *place.at)), self._layer(place)
             assert layer.split
             own, numbers = read(total, place.at), layer.split.late
-            first = jax.tree.leaves(self.held.first_sum(own, layer.weights))
+            first = jax.tree.leaves(self.held.first_sum(own.total, layer.weights))
             added = layer.split.weight_gradients(weights, leaves, {n: first[n] for n in numbers})
-            before = dict(enumerate(jax.tree.leaves(own)))
-            x, sums = self.held.summed(x, some(own, {n: before[n] for n in numbers}), some(own, added))
-            return x, write_some(total, place.at, numbered(sums, added))
+            before = dict(enumerate(jax.tree.leaves(own.total)))
+            late = own._replace(total=some(own.total, {n: before[n] for n in numbers}))
+            x, sums = self.held.summed(x, late, some(own.total, added))
+            written = write_some(total.total, place.at, numbered(sums.total, added))
+            return x, Sums(written, write(total.errors, place.at, sums.errors))
 
         _, grads, states = self._accumulate(chunk, (), grads, step, False, close)
         return grads, states
@@ -476,5 +491,9 @@ class Stage:
         return loss + value, g, {**embedding, "token": token}, add(final_norm, norm)
 
 
-def _with_chunk(grads: Weights, chunk: int, totals: list[Layers]) -> Weights:
-    return grads._replace(chunks=[totals if c == chunk else old for c, old in enumerate(grads.chunks)])
+def _with_chunk(grads: Weights, chunk: int, totals: list[Layers], errors: list[Tree] | tuple[()] = ()) -> Weights:
+    def chunks(all_before: list, new: list) -> list:
+        return [new if c == chunk else old for c, old in enumerate(all_before)]
+
+    kept = chunks(grads.errors, list(errors)) if grads.errors and errors else grads.errors
+    return grads._replace(chunks=chunks(grads.chunks, totals), errors=kept)

@@ -79,9 +79,9 @@ def _check_reducer(compression: Compression, reducer: Reducer) -> None:
     c = compression.config.compress
     groups = reducer if isinstance(reducer, Hierarchical) else None
     within = groups.reducer if groups else reducer
-    require_parts(reducer, [(shape, compression.shards[path]) for path, shape in compression.kernels.items()])
+    require_parts(reducer, compression.over_data.values())
     taken = compression.compressed_kernels(compression.level)
-    if groups and taken and (problem := groups.problem(compression.kernels[taken[0]], compression.shards[taken[0]])):
+    if groups and taken and (problem := groups.problem(*compression.over_data[taken[0]])):
         raise UserError(f"compress.data.inside={c.data.inside}: {problem}, or leave compress.data.inside out")
     if taken:
         return
@@ -96,9 +96,11 @@ def _check_reducer(compression: Compression, reducer: Reducer) -> None:
         what = f"the largest kernel of a layer on a device is {n} x {math.prod(rest)}"
         what += f" in {c.data.inside} parts (compress.data.inside)" if groups else ""
         raise UserError(policy.too_large(f"compress.data.rank={c.data.rank}", what, max(useful.values()), c.min_ratio))
+    mesh = compression.config.mesh
+    parts = mesh.copies if mesh.copies > 1 else mesh.replicas
     raise UserError(
         f"compress.data.codec={c.data.codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
-        f"(compress.min_ratio) in {compression.config.mesh.replicas} equal parts; choose other options or a smaller "
+        f"(compress.min_ratio) in {parts} equal parts; choose other options or a smaller "
         "min_ratio"
     )
 

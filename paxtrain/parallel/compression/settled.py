@@ -184,7 +184,15 @@ class Compression:
             made = named_reducer(c, "data")
         if c.data.over(mesh.replicas) == "none":
             return None  # behind named_reducer, which refuses a codec that does not exist
-        return Hierarchical(made, c.data.inside, mesh.reduce_dtype) if c.data.inside > 1 else made
+        # Groups that share sums add theirs up as they are in any case.
+        inside = c.data.inside if mesh.copies == 1 else 1
+        return Hierarchical(made, inside, mesh.reduce_dtype) if inside > 1 else made
+
+    @property
+    def each_micro_batch(self) -> bool:
+        """True if the reducer gets the gradients of each micro-batch, since their sums are in shards of all ranks."""
+        mesh = self.config.mesh
+        return mesh.shards_sums and mesh.copies == 1 < mesh.replicas
 
     @property
     def level(self) -> int:
@@ -205,13 +213,30 @@ class Compression:
         axes = self.layout.replica_axes
         return {path: Shard(axes, ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
 
+    @functools.cached_property
+    def over_data(self) -> dict[LayerPath, tuple[tuple[int, ...], Shard]]:
+        """Shape of what a device reduces of each kernel's gradient by the reducer, and its shard of the mean.
+
+        Sums in shards of groups of data ranks are reduced between these. Kernels that do not divide stay whole.
+        """
+        mesh, found = self.config.mesh, dict[LayerPath, tuple[tuple[int, ...], Shard]]()
+        for path, shape in self.kernels.items():
+            shard = self.shards[path]
+            if mesh.shards_sums and mesh.replicas > 1:
+                if self.layout.in_shards("layers", *path) is None:
+                    continue
+                if mesh.copies > 1:
+                    shape = tuple(n // mesh.sharing if d == shard.dim else n for d, n in enumerate(shape))
+                    shard = Shard(self.layout.copies_axis, mesh.copies, shard.dim)
+            found[path] = shape, shard
+        return found
+
     @property
     def reduced(self) -> dict[LayerPath, tuple[tuple[int, ...], Shard]]:
         """Shape and shard of what the configured reducer gets of each kernel: all of it, or in groups a rank's part."""
         found: dict[LayerPath, tuple[tuple[int, ...], Shard]] = {}
-        for path, shape in self.kernels.items():
+        for path, (shape, shard) in self.over_data.items():
             part: tuple[int, ...] | None = shape
-            shard = self.shards[path]
             if isinstance(self.reducer, Hierarchical):
                 part, shard = self.reducer.part(shape, shard), self.reducer.between(shard)
             if part is not None:
@@ -223,7 +248,7 @@ class Compression:
         assert self.reducer
         reducer: Any = self.reducer.at(level)  # a Protocol is not known to be hashable
         ratio = self.config.compress.min_ratio
-        return tuple(path for path, shape in self.kernels.items() if _takes(reducer, shape, self.shards[path], ratio))
+        return tuple(path for path, (shape, shard) in self.over_data.items() if _takes(reducer, shape, shard, ratio))
 
     @functools.cached_property
     def data_kernels(self) -> tuple[LayerPath, ...]:
@@ -262,7 +287,7 @@ class Compression:
     def _init_kernel(self, path: LayerPath) -> Tree:
         """Return the reducer's first state of a kernel."""
         assert self.reducer
-        return self.reducer.init(self.kernels[path], self.shards[path])
+        return self.reducer.init(*self.over_data[path])
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -391,7 +416,7 @@ class Compression:
         if not isinstance(self.reducer, Hierarchical):
             return ""
         taken = set(self.compressed_kernels(self.level))
-        some = [(self.kernels[path], self.shards[path]) for slot in self.slot_kernels for path in slot if path in taken]
+        some = [self.over_data[path] for slot in self.slot_kernels for path in slot if path in taken]
         inside = sum(sent for one in some for _, sent in self.reducer.inside_traffic(*one))
         between = sum(self.reducer.wire_bytes(*one) for one in some)
         return f"; a device sends {tables.size(inside, 'B')} inside its group and {tables.size(between, 'B')} between"
@@ -411,6 +436,8 @@ class Compression:
             dense = f"; {', '.join(left)} would not shrink enough" if left else ""
             alone = "; one data rank, nothing is saved" if self.config.mesh.replicas == 1 else ""
             names = ", ".join(name for name, _ in chosen)
+            names += " in each micro-batch" if self.each_micro_batch else ""
+            names += f" between groups of {self.config.mesh.shard_group}" if self.config.mesh.copies > 1 else ""
             where = f", stages {', '.join(map(str, measured))}" if measured else ""
             what = f"{c.data.chosen}{where}: {self.reducer.describe()} of {names}{dense}{alone}{self._sent_in_groups}"
             rows.append(("gradients over data", what))
