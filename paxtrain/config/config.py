@@ -350,7 +350,7 @@ class Config(Checked):
             *out,
         )
         require(
-            data.chosen == "all",
+            len(data.stages_of(mesh.pipe)) == mesh.pipe,
             f"mesh.shard={mesh.shard} compresses gradients over data on all stages or on none, but "
             f"compress.data.stages={data.stages}",
             {"compress.data.stages": "all"},

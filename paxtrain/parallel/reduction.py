@@ -7,18 +7,19 @@ Functions run inside `shard_map`.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import tree_leaves_with_path
 
 from compress.codec import Codec, State, Tree
 from compress.reducer import LeftOut, Shard, each, gather, mean, stored
 from paxtrain.config.axes import AXES, PIPE
 from paxtrain.model import parameters
 from paxtrain.parallel import gradients
-from paxtrain.parallel.compression.settled import Compression
+from paxtrain.parallel.compression.settled import Compression, LayerPath
 from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.parallel.weights import gather_each
 from paxtrain.pipeline.closing import store
@@ -245,7 +246,7 @@ class DataReduction:
         }
         tree = gradients.sum_over_axes(layout, tree)
         if self.compression.each_micro_batch:
-            layers = [layer for chunk in grads.errors for part in chunk for layer in layers_of(part)]
+            layers: list[Any] = [layer for chunk in grads.errors for part in chunk for layer in layers_of(part)]
             slots = zip(layers, self.compression.slot_kernels, strict=True) if layers else ()
             kept = stored([layer.kernels[path] for layer, paths in slots for path in paths]) if layers else self.state
             return Reduced(tree, kept, self._left_out(layers), tables)
@@ -330,9 +331,9 @@ class DataShards:
             errors: What the reducer has left out of earlier ones; (): gradients travel as they are.
         """
         arrays, which, dims, structure = self._parted(made)
-        named = [names(path) for path, _ in jax.tree_util.tree_leaves_with_path(made)]
+        named = [(name, leaf) for name, leaf in (names(path) for path, _ in tree_leaves_with_path(made))]
         coded = {named[i]: i for i in which if errors and named[i] in errors.kernels}
-        if coded:
+        if coded and errors:
             some, errors = self._reduced({path: arrays[i] for path, i in coded.items()}, errors)
             for path, i in coded.items():
                 arrays[i] = some[path]
@@ -344,8 +345,8 @@ class DataShards:
 
     @jax.named_scope("compression")
     def _reduced(
-        self, made: dict[tuple[str, ...], jax.Array], errors: LayerState
-    ) -> tuple[dict[tuple[str, ...], jax.Array], LayerState]:
+        self, made: dict[LayerPath, jax.Array], errors: LayerState
+    ) -> tuple[dict[LayerPath, jax.Array], LayerState]:
         """Return the reducer's means of gradients, by path, and the errors after them."""
         assert self.compression and self.compression.reducer
         states, shards = [errors.kernels[path] for path in made], [self.compression.over_data[path][1] for path in made]

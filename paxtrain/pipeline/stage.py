@@ -354,8 +354,8 @@ class Stage:
             first = self.held.first_sum(own.total, layer.weights)
             # A ring for the backward in two parts has places for more, behind those of F.
             added, g = layer.adding(weights, kept[: len(layer.vjp.kept)], (g, scalars), first)
-            g, added = self.held.summed(g, own, added)
-            return g, write(total, place.at, added)
+            g, sums = self.held.summed(g, own, added)
+            return g, write(total, place.at, sums)
 
         g, grads, states = self._accumulate(chunk, g, grads, step, True, close, since)
         return g, grads, scratch, states

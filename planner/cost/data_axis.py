@@ -37,14 +37,14 @@ def gather(sizes: Sizes, links: LinkSeconds, meets: Array) -> Array:
         links: seconds of the messages.
         meets: stages whose data ranks gather and reduce an embedding, bool [P].
     """
-    c, over = sizes.candidate, links.every
-    ranks, parts = c.together, 1
-    if c.shard == "weights":  # each device gets its shard of a group's
-        over, ranks, parts = links.between or over, c.copies, c.inside
+    c, over, item = sizes.candidate, links.every, costs.ITEM[sizes.model.dtype]
+    ranks, parts, layers = c.together, 1, float(sizes.layer_weights)
+    if c.shard == "weights":  # each device gets its shard of a group's, as it is
+        over, ranks, parts, layers = links.between or over, c.copies, c.inside, sizes.layer_parameters * item
     if not c.zero1 or ranks == 1:
         return np.zeros(links.ring_latency.shape)
-    weights = np.full(c.pipe, sizes.layer_weights / parts)
-    weights[meets] += sizes.embedding_parameters * costs.ITEM[sizes.model.dtype] / parts
+    weights = np.full(c.pipe, layers / parts)
+    weights[meets] += sizes.embedding_parameters * item / parts
     return over.ring_latency + (ranks - 1) / ranks * weights * over.ring_per_byte
 
 
@@ -66,11 +66,15 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
     if c.compresses_embedding:
         # The work is that of stages with a table; over gloo those between have zeros to encode.
         edge[:, meets] += _table_work(sizes, slowest)[:, meets]
+    always = bool(c.shards_sums and c.data_rank)  # on all stages, so that `dense` is no choice
     if c.together == 1 or (c.shards_sums and c.copies == 1):  # reduced with each micro-batch, see `shards`
-        return Reductions(none, never, none, edge)
+        return Reductions(never if always else none, none if always else never, none, edge)
     if c.shards_sums:
-        tables = meets * _between_copies(sizes, links, sizes.embedding_parameters)
-        return Reductions(_between_copies(sizes, links, sizes.layer_parameters), never, none, edge + tables)
+        edge = edge + meets * _between_copies(sizes, links, sizes.embedding_parameters)
+        if not always:
+            return Reductions(_between_copies(sizes, links, sizes.layer_parameters), never, none, edge)
+        small, work = _coded(sizes, links, slowest, c.slots)
+        return Reductions(never, small + _between_copies(sizes, links, c.slots * sizes.beside), work, edge)
     turn = (c.together - 1) / c.together * links.ring_per_byte
     size = costs.ITEM[c.reduce_dtype]
 
@@ -87,22 +91,29 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
     edge[:, meets] += table[:, meets]
     if not c.data_rank:
         return Reductions(dense, never, none, edge)
-    small, work = (_coded if c.coded.data is not None else _low_rank)(sizes, links, slowest)
+    coded = c.coded.data is not None
+    small, work = _coded(sizes, links, slowest, c.slots) if coded else _low_rank(sizes, links, slowest)
     if links.inside is not None:
-        small = small + _inside_groups(sizes, links.inside)
+        small = small + _inside_groups(sizes, links.inside, c.slots)
     if sizes.beside:
         small = small + reduced(c.slots * sizes.beside)
     return Reductions(dense, small, work, edge)
 
 
 def shards(
-    sizes: Sizes, links: LinkSeconds, meets: Array, layers: Sequence[costs.LayerCosts], overlap: bool
+    sizes: Sizes,
+    links: LinkSeconds,
+    meets: Array,
+    layers: Sequence[costs.LayerCosts],
+    overlap: bool,
+    per_byte: Array,
+    kinds: Array,
 ) -> tuple[Array, Array]:
     """Return the seconds [batch, P] that F and B of a stage wait for weights and gradients in shards.
 
     A layer's weights are gathered under the layer before, in F and again in B. Its gradients are scattered under the
     layer that follows. The first gather of F, the last scatter of B, and the vocabulary's tables are under nothing. If
-    groups of data ranks share them, all of this is inside groups.
+    groups of data ranks share them, all of this is inside groups. Nothing hides the work of codecs.
 
     Args:
         sizes: the candidate's.
@@ -110,8 +121,11 @@ def shards(
         meets: stages whose data ranks gather and reduce an embedding, bool [P].
         layers: costs of a layer on each kind of device.
         overlap: whether collectives run beside compute.
+        per_byte: seconds [kinds] of a pass over a byte.
+        kinds: device kinds [batch * G, D / G, P] (indices) of all groups.
     """
-    c, count, over = sizes.candidate, max(sizes.candidate.counts), links.inside or links.every
+    c, count = sizes.candidate, max(sizes.candidate.counts)
+    over = (links.inside if c.copies > 1 else None) or links.every
     ranks = c.together // c.copies
     whole, turn, several = c.shard == "weights", (ranks - 1) / ranks, ranks > 1
     item, size = costs.ITEM[sizes.model.dtype], costs.ITEM[c.reduce_dtype]
@@ -120,13 +134,31 @@ def shards(
         gathered = whole * several * (over.ring_latency + turn * parameters * item * over.ring_per_byte)
         return gathered, several * (over.scatter_latency + parameters * size * over.scatter_per_byte)
 
-    (gather, scatter), table = both(sizes.layer_parameters / sizes.slots), both(sizes.embedding_parameters)
+    one = sizes.layer_parameters / sizes.slots
+    (gather, scatter), table = both(one), both(sizes.embedding_parameters)
+    encoded = np.zeros_like(gather), np.zeros_like(gather)
+    slowest = per_byte[kinds.reshape(len(gather), -1, c.pipe)].max(axis=1)
+    if whole and several and c.coded.weights is not None:
+        sent = sizes.layer_weights / sizes.slots
+        gather = over.ring_latency + turn * sent * over.ring_per_byte
+        encode, decode, launches = c.coded.weights.passes()
+        work = (encode / ranks + decode) * sizes.kernel_parameters * item * slowest
+        work = work + len(sizes.kernels) * 2 * launches * costs.LAUNCH
+        encoded = work, work
+    if c.data_rank and c.copies == 1 and several:
+        scatter, work = _coded(sizes, links, slowest, 1)
+        if links.inside is not None:
+            scatter = scatter + _inside_groups(sizes, links.inside, 1)
+        if sizes.beside:
+            scatter = scatter + over.scatter_latency + sizes.beside * size * over.scatter_per_byte
+        encoded = encoded[0], encoded[1] + work
     if overlap:
         quick = min(one.forward for one in layers), min(one.backward for one in layers)
         forward = gather + (count - 1) * np.maximum(gather - quick[0], 0)
         backward = scatter + count * np.maximum(gather + scatter - quick[1], 0)
     else:
         forward, backward = count * gather, count * (gather + scatter)
+    forward, backward = forward + count * encoded[0], backward + count * encoded[1]
     return forward + meets * table[0], backward + meets * (table[0] + table[1])
 
 
@@ -136,15 +168,16 @@ def _between_copies(sizes: Sizes, links: LinkSeconds, parameters: float) -> Arra
     return over.scatter_latency + parameters / c.inside * costs.ITEM[c.reduce_dtype] * over.scatter_per_byte
 
 
-def _inside_groups(sizes: Sizes, links: DataLinks) -> Array:
-    """Return the seconds [batch, P] of the reduction of a stage's kernels inside groups of data ranks.
+def _inside_groups(sizes: Sizes, links: DataLinks, slots: int) -> Array:
+    """Return the seconds [batch, P] of the reduction of some layers' kernels inside groups of data ranks.
 
     Args:
         sizes: the candidate's.
         links: seconds of collectives inside groups.
+        slots: number of layers.
     """
     c = sizes.candidate
-    numbers = c.slots * sizes.compressed_parameters
+    numbers = slots * sizes.compressed_parameters
     seconds = links.scatter_latency + numbers * costs.ITEM[c.reduce_dtype] * links.scatter_per_byte
     if c.zero1:
         return seconds
@@ -163,33 +196,35 @@ def _low_rank(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, 
     c, over = sizes.candidate, links.between or links.every
     # In groups the passes are over a rank's part. Two more cut gradients and one sums them, as Hierarchical says.
     passes = POWER_PASSES if c.inside == 1 else 3 + POWER_PASSES / c.inside
-    work = _work(sizes, passes, POWER_LAUNCHES, slowest)
+    work = _work(sizes, passes, POWER_LAUNCHES, slowest, c.slots)
     members = c.together // c.inside
     turn = (members - 1) / members * over.ring_per_byte
     return 2 * (2 * over.ring_latency + sizes.factor_bytes * turn), work  # two all-reduces, one for either factor
 
 
-def _work(sizes: Sizes, passes: float, launches: int, slowest: Array) -> Array:
-    """Return the seconds [batch, P] of the work on a stage's compressed gradients.
+def _work(sizes: Sizes, passes: float, launches: int, slowest: Array, slots: int) -> Array:
+    """Return the seconds [batch, P] of the work on some layers' compressed gradients.
 
     Args:
         sizes: the candidate's.
         passes: passes over the gradients, with those in no kernel.
         launches: kernels for each matrix.
         slowest: seconds [batch, P] of a pass over a byte.
+        slots: number of layers.
     """
     numbers = sizes.compressed_parameters + sizes.rest
     matrices = len(sizes.compressed_kernels)
-    return sizes.candidate.slots * (passes * numbers * MASTER * slowest + matrices * launches * costs.LAUNCH)
+    return slots * (passes * numbers * MASTER * slowest + matrices * launches * costs.LAUNCH)
 
 
-def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Array]:
-    """Return the seconds [batch, P] of a stage's exchanges by its codec, and of the codec's work.
+def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array, slots: int) -> tuple[Array, Array]:
+    """Return the seconds [batch, P] of some layers' exchanges by their codec, and of the codec's work.
 
     Args:
         sizes: the candidate's.
         links: seconds of the messages.
         slowest: seconds [batch, P] of a pass over a byte.
+        slots: number of layers.
     """
     c, over = sizes.candidate, links.between or links.every
     sent: dict[str, CodecExchange] = {}
@@ -197,8 +232,13 @@ def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Arr
         for kind, size, number in c.coded.exchanges(shape, c.together, c.zero1):
             before = sent.get(kind, CodecExchange(kind, 0.0, 0))
             # Arrays share collectives.
-            sent[kind] = CodecExchange(kind, before.bytes + size * c.slots, max(before.number, number))
-    work = _work(sizes, *c.coded.reduction_passes(c.together), slowest)
+            sent[kind] = CodecExchange(kind, before.bytes + size * slots, max(before.number, number))
+    assert c.coded.data is not None
+    passes, launches = c.coded.reduction_passes(c.together)
+    if c.shard_group:  # which has summed already, and a device has its shard
+        passes, launches = c.coded.passes_of(c.coded.data)
+        passes = passes / c.inside
+    work = _work(sizes, passes, launches, slowest, slots)
     return _seconds(sent.values(), over, c.together // c.inside), work
 
 

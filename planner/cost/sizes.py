@@ -171,10 +171,11 @@ class Sizes:
 
     @functools.cached_property
     def layer_weights(self) -> int:
-        """Bytes of a stage's layers as they are gathered, those of all ranks together."""
+        """Bytes of a stage's layers as they are gathered, those of all ranks together, or of a group with shards."""
         c, dtype = self.candidate, self.model.dtype
+        ranks = c.together // c.copies if c.shard == "weights" else c.together
         whole = self.layer_parameters * costs.ITEM[dtype]
-        if c.coded.weights is None:
+        if c.coded.weights is None or ranks == 1:
             return whole
-        sent = sum(c.together * c.coded.weight_bytes(shape, c.together, dtype) for shape in self.kernels)
+        sent = sum(ranks * c.coded.weight_bytes(shape, ranks, dtype) for shape in self.kernels)
         return whole - c.slots * (self.kernel_parameters * costs.ITEM[dtype] - sent)

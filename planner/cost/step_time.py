@@ -277,7 +277,7 @@ class Problem(Sizes):
 
         forward, backward = taken(self.forward), taken(self.backward)
         if c.shards_sums:
-            waits = data_axis.shards(self, links, self.meets, self.layer, self.overlap)
+            waits = data_axis.shards(self, links, self.meets, self.layer, self.overlap, self.pass_per_byte, kinds)
             each = (np.repeat(x[:, c.stage_map.stage_of], kinds.size // gather.size, axis=0) for x in waits)
             forward, backward = forward + next(each), backward + next(each)
         if c.compresses_forward:  # F decodes what it gets and encodes what it sends

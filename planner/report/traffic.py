@@ -97,27 +97,45 @@ def _sets(c: Candidate, ranks: Array) -> tuple[Array, Array]:
 def _gather(report: Report, ranks: Array, around: Add) -> None:
     """Add what the gathers of weights over data send; the arguments are those of `_reduce`."""
     problem, c, what = report.problem, report.chosen.candidate, "weights over data"
-    size = problem.layer_weights + problem.embedding_parameters * problem.meets * costs.ITEM[report.model.dtype]
+    item = costs.ITEM[report.model.dtype]
+    table = problem.embedding_parameters * problem.meets * item
 
-    def gathered(members: Array, parts: int, times: int) -> None:
-        around(what, members, times * (members.shape[-1] - 1) / members.shape[-1] * size / parts)
+    def gathered(members: Array, size: Array, times: int) -> None:
+        around(what, members, times * (members.shape[-1] - 1) / members.shape[-1] * size)
 
     if c.shard != "weights":
-        gathered(ranks, 1, 1)
+        gathered(ranks, problem.layer_weights + table, 1)
         return
     inside, between = _sets(c, ranks)
-    gathered(inside, 1, 2 * c.micro_batches)  # in F and in B
-    gathered(between, inside.shape[-1], 1)
+    gathered(inside, problem.layer_weights + table, 2 * c.micro_batches)  # in F and in B
+    gathered(between, (problem.layer_parameters * item + table) / inside.shape[-1], 1)  # not through the codec
 
 
 def _reduce_shards(report: Report, ranks: Array, around: Add, among: Add) -> None:
     """Add what the reduction of gradients sends whose sums are in shards; the arguments are those of `_reduce`."""
-    problem, c = report.problem, report.chosen.candidate
-    size = (problem.layer_parameters + problem.embedding_parameters * problem.meets) * costs.ITEM[c.reduce_dtype]
+    problem, c, what = report.problem, report.chosen.candidate, "gradients over data"
+    item, table = costs.ITEM[c.reduce_dtype], problem.embedding_parameters * problem.meets
     inside, between = _sets(c, ranks)
-    for members, sent in ((inside, c.micro_batches * size), (between, size / inside.shape[-1])):
+    as_is = c.slots * problem.beside if c.data_rank else problem.layer_parameters
+    kernels = c.slots * problem.compressed_parameters
+
+    def scatter(members: Array, parameters: Array) -> None:
         share = (members.shape[-1] - 1) / members.shape[-1]
-        (around if report.fabric.rings else among)("gradients over data", members, share * sent)
+        (around if report.fabric.rings else among)(what, members, share * item * parameters)
+
+    in_each, once = problem.layer_parameters, as_is
+    if c.data_rank and c.copies == 1:
+        in_each = as_is
+        sets = ranks.reshape(c.apart, c.pipe, -1, c.inside)
+        scatter(np.moveaxis(sets, 1, 2), c.micro_batches * kernels * np.ones(c.pipe))
+        coded, times = np.moveaxis(sets, 3, 1), c.micro_batches
+    else:
+        coded, times = between, 1
+    scatter(inside, c.micro_batches * (in_each + table))
+    scatter(between, (once + table) / inside.shape[-1])
+    for shape in problem.compressed_kernels:
+        for kind, size, _ in c.coded.exchanges(shape, c.together, c.zero1):
+            (among if kind == "all-to-all" else around)(what, coded, times * c.slots * size)
 
 
 def _between_stages(problem: Problem) -> tuple[Array, Array]:

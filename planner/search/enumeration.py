@@ -164,8 +164,8 @@ def _rows(
                     policies = [] if choices.coded.compresses_forward else [one for one in policies if not one[0]]
                 every = itertools.product(saves, shared, context_forms(model, mesh), policies, by_speed)
                 for save, (shard, group), form, policy, uneven in every:
-                    if shard in SUMS and (policy[-1] or uneven):
-                        continue  # a reduction of a step's gradients, or of other micro-batches
+                    if shard in SUMS and (uneven or (policy[-1] and not _codes_sums(choices, group))):
+                        continue
                     how = (schedule, chunks, save, SHARDS.index(shard), group, form, sequence, dtype)
                     yield (data, pipe, tensor, micro_batch, m, *how, *policy, uneven, others)
 
@@ -173,10 +173,19 @@ def _rows(
 def _shards(choices: Choices, pipe: int) -> tuple[str, ...]:
     """Return what may be split over data; sums of gradients in a pipeline only if nothing less is asked for."""
     coded = choices.coded
-    whole = choices.outer.every or coded.data is not None or coded.embedding is not None
-    if whole or (pipe > 1 and {*choices.shards} - {*SUMS}):
+    if choices.outer.every or coded.embedding is not None or (pipe > 1 and {*choices.shards} - {*SUMS}):
         return tuple(one for one in choices.shards if one not in SUMS)
     return choices.shards
+
+
+def _codes_sums(choices: Choices, group: int) -> bool:
+    """Return whether gradients whose sums are in shards may go through a codec: in each micro-batch or between groups.
+
+    Args:
+        choices: choices with the codecs.
+        group: MeshConfig.shard_group.
+    """
+    return choices.coded.data is not None and group in (0, choices.coded.inside)
 
 
 def _shard_groups(cluster: Cluster, mesh: Mapping[str, int], shard: str) -> tuple[int, ...]:

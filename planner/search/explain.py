@@ -176,6 +176,8 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"{apart} groups do not divide data={data}"
     if changed["uneven_data"]:
         return "data ranks that are alike get equal numbers of micro-batches"
+    if changed["data_rank"] and changed["shard_group"]:
+        return f"groups that share weights send each other codes with compress.data.inside={changed['shard_group']}"
     if pipe == 1:
         return "one stage has no schedule and no messages"
     if spec_of(name_of(changed["schedule"])).splits and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:

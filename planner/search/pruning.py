@@ -377,7 +377,10 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     ranks = space.sharing
     _, _, first, each_byte = _fastest(cluster, space, ranks)
     taken = ~whole * (ranks - 1) * (first + one * item(model) / ranks * each_byte)
-    left = np.where(ranks > 1, scattered(one, ranks, first, each_byte), 0.0)
+    coded = (space.data_rank > 0) & ~once  # of a codec nothing is known here
+    if facts.coded.weights is not None:
+        taken = np.zeros_like(taken)
+    left = np.where((ranks > 1) & ~coded, scattered(one, ranks, first, each_byte), 0.0)
     under = [facts.costs[name] if cluster.overlaps else 0.0 for name in ("forward", "backward")]
     waits = taken + left * cluster.overlaps + (space.slots - 1) * np.maximum(taken - under[0], 0.0)
     waits = waits + space.slots * np.maximum(taken + left - under[1], 0.0)
@@ -390,8 +393,10 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     def between(parameters: Array) -> Array:
         return np.where((copies > 1) & ~once, scattered(parameters / ranks, copies, first, each_byte), 0.0)
 
+    layers = np.where(coded, 0.0, between(even))
+
     anew = (copies - 1) * (first + even * item(model) / (ranks * copies) * each_byte) * ~whole
-    over = np.where(d > 1, reduce * once + gather * whole + often + between(even) + anew, 0.0)
+    over = np.where(d > 1, reduce * once + gather * whole + often + layers + anew, 0.0)
     edge = np.where(d > 1, np.where(once, reduced(table), between(table)), 0.0)
     tied = model.tied_head & ~_meets(space)
     if facts.coded.embedding is not None:

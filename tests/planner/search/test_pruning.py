@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from compress.codecs.quantised import QuantisedBlocks
+from compress.reducer import Scattered
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SHARDS
 from paxtrain.schedule.schedules import name_of
 from planner.cluster.cluster import Cluster
@@ -84,7 +85,14 @@ TABLE = QuantisedBlocks(4)
 
 @pytest.mark.parametrize(
     "forward",
-    [LOW_RANK, Coded(forward_rank=8), Coded(forward=QuantisedBlocks(8), embedding=TABLE), Coded(inside=2)],
+    [
+        LOW_RANK,
+        Coded(forward_rank=8),
+        Coded(forward=QuantisedBlocks(8), embedding=TABLE),
+        Coded(inside=2),
+        Coded(data=Scattered(TABLE), weights=QuantisedBlocks(8)),
+        Coded(data=Scattered(TABLE), inside=4),
+    ],
 )
 @pytest.mark.parametrize(
     "some",
@@ -96,7 +104,12 @@ def test_no_simulated_step_is_below_the_bound(some, forward):
     space = enumerate_candidates(some, MODEL, 32, choices)
     bounds, rng = pruning.lower_bound(some, MODEL, space, forward), np.random.default_rng(0)
     fabric = link_seconds.fabric(some)
-    for i in rng.choice(len(space), 250 if forward is LOW_RANK else 60, replace=False):
+    drawn = rng.choice(len(space), 250 if forward is LOW_RANK else 60, replace=False)
+    if forward.data is not None:  # and what sends shards through it
+        sums = np.flatnonzero((space.data_rank > 0) & (space.shard >= SHARDS.index("gradients")))
+        assert len(sums) > 20 and (space.shard_group[sums] > 0).any() == (forward.inside == 4)
+        drawn = np.concatenate([drawn, rng.choice(sums, 20, replace=False)])
+    for i in drawn:
         stages = int(space.pipe[i] * space.chunks[i])
         for counts in {layer_split.even(MODEL.layers, stages), some_split(rng, MODEL.layers, stages)}:
             problem = Problem(some, MODEL, dataclasses.replace(candidate(space, i, counts), coded=forward))
