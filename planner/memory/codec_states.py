@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 
+from paxtrain.config import SHARDS
 from paxtrain.config.axes import parts
 from paxtrain.model.parameters import by_names
 from planner.cost.outer import part
@@ -26,7 +27,10 @@ def codec_states(shape: Shape) -> PerCandidate:
         total = total + np.where(rank > 0, chunks * c * held, 0)
     rank = np.asarray(shape.data_rank)
     if shape.coded.data is not None:
-        return total + shape.slots * chunks * _reducer_states(shape)
+        # Micro-batches that change them leave those of before, which a step that is lost keeps, and stacks of a loop's.
+        each = (np.asarray(shape.shard) >= SHARDS.index("gradients")) & (np.asarray(shape.copies_of_shards) == 1)
+        held = 1 + each * (1 + np.asarray(shape.scan))
+        return total + held * shape.slots * chunks * _reducer_states(shape)
     for dims in matrices(shape):
         whole = np.asarray(dims[0]), np.asarray(functools.reduce(np.multiply, dims[1:]))
         rows, cols = shape.coded.part(whole, np.asarray(shape.data), np.asarray(shape.zero1) == 1)

@@ -134,9 +134,32 @@ def test_states_have_the_bytes_of_the_trainers(mesh, changes):
     )
     state = jax.eval_shape(Compression(Layout(c)).init)["data"]
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / c.mesh.devices
-    assert float(closed_form.analytic(closed_form.of(c)).compression) == held
+    scans = c.pipeline.scans(c.stage_layers)
+    copies = 1 if c.mesh.copies > 1 else 2 + scans  # see the next test
+    assert float(closed_form.analytic(closed_form.of(c)).compression) == copies * held
     assert (held > 0) == ("data_options" not in changes)
     assert candidate_of_config(c).inside == c.compress.data.inside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scan", "copies"), [("off", 1), ("on", 2)])
+def test_micro_batches_copy_the_states(scan, copies):
+    """Beside those that a step begins with, by XLA's analysis: those of the next step, and of a loop their stack."""
+    found = []
+    for feedback in (True, False):
+        c = small.config(
+            (4, 1, 1),
+            (16, 2),
+            model={"layers": 8, "hidden": 128, "sequence": 8},
+            mesh={"shard": "weights"},
+            pipeline={"scan_layers": scan},
+            compress={"data_codec": "int8", "data_options": {"feedback": feedback}},
+        )
+        found.append(small.trainer(c).compile_step().memory_analysis())
+    held = found[0].argument_size_in_bytes - found[1].argument_size_in_bytes
+    assert held == 8 * 12 * 128**2 * 4
+    temporary = found[0].temp_size_in_bytes - found[1].temp_size_in_bytes
+    assert temporary == pytest.approx(copies * held, rel=0.15)
 
 
 def test_all_that_the_search_tries_is_accepted_by_the_trainer():
