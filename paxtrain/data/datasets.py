@@ -10,7 +10,7 @@ import numpy as np
 
 from paxtrain import tables
 from paxtrain.config import Config
-from paxtrain.data import settings, token_files
+from paxtrain.data import documents, settings, token_files
 from paxtrain.data.mixture import Mixture
 from paxtrain.data.streams import Streams, StreamState
 from paxtrain.data.token_files import TokenFile
@@ -184,13 +184,23 @@ class DataSets:
         in_order = {} if self._config.data.shuffle else {"shuffle": False}
         return sets.get("", {"sets": mixed}) | order | in_order
 
+    def _balance(self) -> list[tuple[str, str]]:
+        """Return the table row that says how evenly documents spread attention over devices that share sequences."""
+        mesh, model = self._config.mesh, self._config.model
+        if mesh.context == 1 or model.separator < 0 or mesh.context_form == "heads":
+            return []
+        sets = ((file, self._weights[name]) for name, file in self.train.items())
+        busiest = documents.imbalance(sets, model.sequence, model.separator, mesh.context)
+        what = f"the busiest of {mesh.context} devices has {busiest:.2f} times the mean's attention within documents"
+        return [("sharing sequences", what)]
+
     def describe(self) -> list[tuple[str, str]]:
-        """Return the table rows of each named set: its share, and its number of epochs in the run."""
+        """Return table rows: of each named set its share and number of epochs in the run; the balance over context."""
         if self._streams:
             return self._streams.describe()
         if "" in self.train:
-            return []
-        c, rows = self._config, []
+            return self._balance()
+        c, rows = self._config, self._balance()
         for name, file in self.train.items():
             share = self._weights[name] / sum(self._weights.values())
             samples = share * c.run.steps * c.batch.global_batch

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from paxtrain import files
 from paxtrain.config.model import MOST_VOCABULARY
-from paxtrain.data import checksums, settings
+from paxtrain.data import checksums, documents, settings
 from paxtrain.data import corpus as corpora
 from paxtrain.data.corpus import Corpus
 from paxtrain.data.token_files import TokenWriter
@@ -197,7 +197,16 @@ def _publish(staging: Path, out: Path) -> None:
     for name in ("train.idx", "validation.idx"):
         (out / name).unlink(missing_ok=True)
     sums = [checksums.sidecar(name) for name in ("train", "validation")]
-    for name in (FILE, settings.FILE, *sums, "validation.bin", "train.bin", "validation.idx", "train.idx"):
+    for name in (
+        FILE,
+        settings.FILE,
+        documents.FILE,
+        *sums,
+        "validation.bin",
+        "train.bin",
+        "validation.idx",
+        "train.idx",
+    ):
         os.replace(staging / name, out / name)
     files.sync_folder(out)
 
@@ -246,7 +255,8 @@ def prepare(inputs: Sequence[str], out: str | os.PathLike[str], options: Prepare
 
     Args:
         inputs: files, folders, globs or "stdlib", see `corpus.input_files`.
-        out: folder for train.{bin,idx,sha256}, validation.{bin,idx,sha256}, tokenizer.json and tokenizer_config.json.
+        out: folder for train.{bin,idx,sha256}, validation.{bin,idx,sha256}, tokenizer.json, tokenizer_config.json and
+            lengths.csv, the numbers of documents by length.
         options: the tokenizer, what begins and ends documents, the key of the text, and the share that is held out.
 
     Raises:
@@ -273,7 +283,9 @@ def prepare(inputs: Sequence[str], out: str | os.PathLike[str], options: Prepare
             with TokenWriter(staging / "train", size) as train, TokenWriter(staging / "validation", size) as validation:
                 first = [] if begin is None else [ids[begin]]
                 special = _encode(corpus, tokenizer, first, ids[end], (train, validation))
-            for part, writer in (("train", train), ("validation", validation)):
+            both = ("train", train), ("validation", validation)
+            (staging / documents.FILE).write_text(documents.text((part, writer.lengths) for part, writer in both))
+            for part, writer in both:
                 Path(checksums.sidecar(str(staging / part))).write_text(checksums.text(writer.sums))
             (staging / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
             values = settings.of_data(known, begin, end, options.special_tokens)

@@ -84,6 +84,11 @@ class TokenWriter:
         """Number of documents ended so far."""
         return len(self._sizes)
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each of these documents."""
+        return self._sizes
+
     def __enter__(self) -> "TokenWriter":
         return self
 

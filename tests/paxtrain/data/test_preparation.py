@@ -41,7 +41,7 @@ def test_every_document_comes_back_once(texts, tmp_path, tokenizer):
     assert prepared.tokens == tuple(len(token_files.TokenFile(prefix)) for prefix in prepared.prefixes)
     assert prepared.vocab_size == vocabulary_size(saved) == (300 if tokenizer == "bpe" else 257)
     assert sorted(os.listdir(tmp_path / "out")) == sorted(
-        ["tokenizer.json", "tokenizer_config.json"]
+        ["lengths.csv", "tokenizer.json", "tokenizer_config.json"]
         + [*(f"{name}.{end}" for name in ("train", "validation") for end in ("bin", "idx", "sha256"))]
     )
 
@@ -280,7 +280,7 @@ def test_a_run_stopped_while_encoding_changes_nothing(texts, tmp_path, monkeypat
     assert snapshot(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("stopped_at", range(10))
+@pytest.mark.parametrize("stopped_at", range(11))
 def test_a_run_stopped_while_publishing_leaves_no_mixture_that_loads(texts, tmp_path, monkeypatch, stopped_at):
     folder, _ = texts
     out = tmp_path / "out"
@@ -309,7 +309,7 @@ def test_a_run_stopped_while_publishing_leaves_no_mixture_that_loads(texts, tmp_
         return
     with pytest.raises(UserError, match="no token file"):
         token_files.TokenFile(out / "train")
-    loads = {1: old, 9: new}.get(stopped_at)
+    loads = {1: old, 10: new}.get(stopped_at)
     assert ("validation.idx" in after) == (loads is not None)
     if loads:
         assert all(after[name] == loads[name] for name in ("validation.idx", "validation.bin", "tokenizer.json"))

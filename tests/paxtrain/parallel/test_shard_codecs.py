@@ -6,7 +6,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -75,7 +74,7 @@ def exact(data: int, micro_batches: int, layers: int = 2) -> list[list[dict]]:
 def rounded(x: np.ndarray) -> np.ndarray:
     """Return what int8 in blocks makes of numbers, by its definition."""
     blocks = x.reshape(-1, BLOCK)
-    scale = (np.abs(blocks).max(1) / np.float32(127)).astype(ml_dtypes.bfloat16).astype(np.float32)[:, None]
+    scale = (np.abs(blocks).max(1) / np.float32(127)).astype(jax.dtypes.bfloat16).astype(np.float32)[:, None]
     codes = np.clip(np.rint(blocks / np.where(scale == 0, 1, scale)), -127, 127)
     return (codes * scale).reshape(x.shape)
 
