@@ -20,7 +20,6 @@ from jax import lax
 
 from compress.codec import State
 from paxtrain.config import SAVE_MODES
-from paxtrain.config.axes import AXES
 from paxtrain.pipeline.program import Close, Params
 from paxtrain.pipeline.stage import Stage
 from planner.measure import machines
@@ -74,7 +73,8 @@ def _at(x: jax.Array, seconds: float, op: int, *after: jax.Array) -> jax.Array:
         op: number of the op.
         after: other arrays that must be there before.
     """
-    words = [x.size * x.dtype.itemsize, round(seconds * 1e6), lax.axis_index(tuple(AXES)), op]
+    axes = jax.sharding.get_abstract_mesh().axis_names  # those of `MeshConfig.device_sizes`
+    words = [x.size * x.dtype.itemsize, round(seconds * 1e6), lax.axis_index(axes), op]
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Without a side effect XLA would start the clock of a loop's turns once for all of them.
     call = jax.ffi.ffi_call(_NAME, shape, has_side_effect=True, custom_call_api_version=1)
@@ -132,7 +132,7 @@ def install() -> None:
 
     def timed_backward(
         self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, cotangents: Any, grads: Any, scratch: Any,
-        close: Close | None = None,
+        close: Close | None = None, since: Any = None,
     ) -> Any:  # fmt: skip
         op, share = 3 * chunk + 1, self.message.shape[0] * self.message.shape[1] / TOKENS
         layer, layers = LAYER * BACKWARD[self.program.save] * share, _layers(self)
@@ -140,7 +140,7 @@ def install() -> None:
             scanned = all(segment.scan for segment in self.program.segments)
             close = _clocked(close, op, layer, layers, scanned)
         cotangents = _at(cotangents[0], 0.0, op), *cotangents[1:]
-        out, grads, *others = backward(self, chunk, mb, residuals, slot, cotangents, grads, scratch, close)
+        out, grads, *others = backward(self, chunk, mb, residuals, slot, cotangents, grads, scratch, close, since)
         if close:  # the layers have taken their time
             out = _at(out, _INSTANT, op, *jax.tree.leaves((grads.chunks[chunk], others[-1])))
         else:
