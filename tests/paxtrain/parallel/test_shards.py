@@ -15,6 +15,7 @@ from paxtrain.config.options import OptionValues
 from paxtrain.model import transformer
 from paxtrain.parallel import gradients
 from paxtrain.parallel.reduction import DataShards
+from paxtrain.pipeline.program import Sums
 from paxtrain.schedule.schedules import SPECS, names
 from paxtrain.xla import hlo
 from tests import small
@@ -135,11 +136,11 @@ def test_the_virtual_mesh_has_the_same_gradients(c):
 def test_a_missing_scatter_shows(monkeypatch):
     """Negative control: each data rank adds up its own shard of its own gradient."""
 
-    def own(self, made):
+    def own(self, made, errors):
         arrays, which, dims, structure = self._parted(made)
         for i, dim in zip(which, dims, strict=True):
             arrays[i] = jax.lax.slice_in_dim(arrays[i], 0, arrays[i].shape[dim] // 2, axis=dim)
-        return jax.tree.unflatten(structure, arrays)
+        return Sums(jax.tree.unflatten(structure, arrays), errors)
 
     monkeypatch.setattr(DataShards, "scatter", own)
     found = errors(trainer(config((2, 1, 1), layers=2)), reference(8, 0.0, 2))
