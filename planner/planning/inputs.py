@@ -5,8 +5,10 @@ from collections.abc import Mapping
 
 from paxtrain.config import (
     BatchConfig,
+    CheckpointConfig,
     CompressConfig,
     Config,
+    DataConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
@@ -144,4 +146,7 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
             f"optimizer.name={optimizer} is not planned for, since its memory and time differ from AdamW's; "
             "plan with adamw, and train with --plan=plan.json and the optimizer of your choice"
         )
+    # No plan depends on these, but the chosen plan's configuration is made with them, behind the search.
+    read_section(DataConfig, values.get("data", {}), "data")
+    read_section(CheckpointConfig, values.get("checkpoint", {}), "checkpoint")
     return model, pipeline, batch, compress

@@ -220,3 +220,13 @@ def test_a_value_on_which_no_plan_depends_is_a_note(monkeypatch, capfd, cluster_
     keys, told = note.removeprefix("note: no plan depends on ").split("; ")
     assert set(keys.split(", ")) == {"optimizer.learning_rate", "data.train", "outer.momentum"}
     assert told == f"train with the same, such as --config.{keys.partition(',')[0]}"
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize("given", [f"data.prefetch={2**64}", "checkpoint.keep=-1", "run.steps=-1", "optimizer.beta2=5"])
+def test_a_value_that_training_refuses_is_refused_before_the_search(monkeypatch, capfd, cluster_file, given):
+    plan = mains.load("planner.plan")
+    monkeypatch.setattr("planner.search.search.Search.run", lambda *_, **__: pytest.fail("it searches"))
+    assert mains.run(monkeypatch, plan, *MODEL, f"--cluster={cluster_file}", f"--model.{given}") == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"error: {given.partition('=')[0]} ") and error.count("\n") == 1
