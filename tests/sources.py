@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ("compress", "paxtrain", "planner", "configs", "experiments")
 # Distributions that are not named like their module.
 DISTRIBUTIONS = {"absl": "absl-py", "backports": "backports-zstd", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
+DISTRIBUTIONS |= {"vl_convert": "vl-convert-python"}
 
 
 @dataclasses.dataclass(frozen=True)

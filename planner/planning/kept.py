@@ -67,6 +67,7 @@ def keep(search: Search, asked: object, findings: Findings) -> None:
     value = {
         "ranked": list(map(_packed, outcome.ranked)),
         "points": outcome.points.tolist(),
+        "leaders": list(map(_packed, outcome.leaders)),
         **{name: getattr(outcome, name) for name in ("placed", "seconds", "bound")},
         "chosen": findings.chosen,
         "nearby": [{**_fields(near), "found": _packed(near.found)} for near in findings.nearby],
@@ -103,8 +104,9 @@ def _recalled(search: Search, value: dict[str, Any]) -> Findings | None:
         **{name: value[name] for name in ("placed", "seconds", "bound")},
         space=search.space,
         bytes=search.bytes,
-        bounds=search.bounds,
+        bounds=search.every_bound,
         points=np.array(value["points"]),
+        leaders=tuple(_unpacked(search, found) for found in value["leaders"]),
     )
     nearby = tuple(
         Nearby(_unpacked(search, near["found"]), near["global_batch"], tuple(near["left_out"]), near["gain"])

@@ -1,15 +1,12 @@
-"""The records of further questions (further.py) as text and as figures."""
+"""The records of further questions (further.py) as text."""
 
-import math
 from typing import Any
 
 from planner.report.contents import Report
 from planner.report.further import Scaling, WhatIf
-from planner.report.svg import GRID, HALO, INK, SOFT, Svg, duration, ticks
 from planner.report.text import aligned, hosts, labelled, longer, mesh, percent, schedule, share, tokens
+from planner.report.units import duration
 from planner.search.tried import Found
-
-_ACCENT, _MAIN = "#d55e00", "#2f6f9f"
 
 
 def lines(report: Report) -> list[str]:
@@ -82,9 +79,9 @@ def free_choice_words(report: Report) -> str:
 
 def scaling_heads(scaling: Scaling) -> list[str]:
     """Return the heads of the columns of `scaling_rows`."""
-    heads = ["hosts", "devices", "step s", "tokens/s", "efficiency", f"device hours/{_tokens(scaling.tokens)}"]
+    heads = ["hosts", "devices", "step s", "tokens/s", "efficiency", f"device hours/{tokens_short(scaling.tokens)}"]
     heads += ["", "plan", "GB"]
-    return [*heads[:6], f"cost/{_tokens(scaling.tokens)}", *heads[7:]] if scaling.price else heads
+    return [*heads[:6], f"cost/{tokens_short(scaling.tokens)}", *heads[7:]] if scaling.price else heads
 
 
 def scaling_rows(scaling: Scaling) -> list[list[str]]:
@@ -113,7 +110,7 @@ def knee_words(scaling: Scaling) -> str:
     knee = scaling.knee
     days = scaling.tokens / knee.tokens_per_second / 86400
     took = f"{days:.3g} days" if days >= 1 else f"{24 * days:.3g} hours"
-    words = f"{hosts(knee.hosts)}: {_tokens(scaling.tokens)} tokens in {took}. "
+    words = f"{hosts(knee.hosts)}: {tokens_short(scaling.tokens)} tokens in {took}. "
     after = [size for size in scaling.sizes if size.hosts > knee.hosts]
     if after:
         words += (
@@ -123,7 +120,7 @@ def knee_words(scaling: Scaling) -> str:
     return words + "The global batch is the same for all, and efficiency is over the fewest hosts."
 
 
-def _tokens(count: float) -> str:
+def tokens_short(count: float) -> str:
     """Return a number of tokens in short: "1B", "300B", "1.5T"."""
     for factor, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= factor:
@@ -133,79 +130,6 @@ def _tokens(count: float) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def scaling_figure(scaling: Scaling, width: float = 1080) -> str:
-    """Draw tokens/s over devices beside what it would be at the fewest hosts' rate, and the hours of all devices."""
-    top, height, left, gap = 34, 250, 64, 70
-    svg = Svg(width, top + height + 44, "What more hosts bring")
-    side = (width - left - gap - 20) / 2
-    devices = [float(size.devices) for size in scaling.sizes]
-    speed = [size.tokens_per_second for size in scaling.sizes]
-    ideal = [speed[0] / devices[0] * n for n in devices]
-    hours = [scaling.device_hours(size) for size in scaling.sizes]
-    panels = (
-        (left, "tokens/s, and (dashed) at the fewest hosts' rate", speed, ideal),
-        (left + side + gap, f"device hours for {_tokens(scaling.tokens)} tokens", hours, None),
-    )
-    for x0, title, values, dashed in panels:
-        _panel(svg, scaling, (x0, top, side, height), title, values, dashed)
-    return str(svg)
-
-
-def _panel(
-    svg: Svg,
-    scaling: Scaling,
-    frame: tuple[float, float, float, float],
-    title: str,
-    values: list[float],
-    dashed: list[float] | None,
-) -> None:
-    """Draw one quantity over the devices.
-
-    Args:
-        svg: drawing.
-        scaling: what is drawn.
-        frame: x, y, width and height in pixels.
-        title: title of the panel.
-        values: the quantity at each size.
-        dashed: what it is compared with.
-    """
-    x0, top, side, height = frame
-    devices = [size.devices for size in scaling.sizes]
-    low, high = math.log(devices[0]), math.log(devices[-1])
-    most = 1.12 * max([*values, *(dashed or [])])
-
-    def x(n: float) -> float:
-        return x0 + 14 + ((math.log(n) - low) / (high - low) if high > low else 0.5) * (side - 28)
-
-    def y(value: float) -> float:
-        return top + height * (1 - value / most)
-
-    svg.text(x0, 16, title, 13, fill=INK, font_weight=600)
-    for tick in ticks(0, most, 5):
-        svg.line(x0, y(tick), x0 + side, y(tick), GRID)
-        svg.text(x0 - 8, y(tick) + 4, tokens(tick) if tick else "0", 11, "end")
-    for n, size in zip(devices, scaling.sizes):
-        svg.text(x(n), top + height + 16, f"{n:,}", 11, "middle", INK if size is scaling.knee else SOFT)
-    svg.text(x0 + side, top + height + 34, "devices", 11, "end")
-    for line, style in ((dashed, "6 4"), (values, "none")):
-        if line:
-            points = "L".join(f"{x(n):.1f} {y(value):.1f}" for n, value in zip(devices, line))
-            svg.path(
-                f"M{points}",
-                stroke=SOFT if style != "none" else _MAIN,
-                stroke_width="1.8",
-                fill="none",
-                stroke_dasharray=style,
-            )
-    for size, value in zip(scaling.sizes, values):
-        knee = size is scaling.knee
-        svg.rect(x(size.devices) - 4, y(value) - 4, 8, 8, _ACCENT if knee else _MAIN, rx=4)
-        if knee:
-            at = "end" if x(size.devices) > x0 + side / 2 else "start"
-            shift = -10 if at == "end" else 10
-            svg.text(x(size.devices) + shift, y(value) + 16, "knee", 12, at, _ACCENT, font_weight=700, **HALO)
 
 
 # --- A cluster that changes -------------------------------------------------------------------------------------------

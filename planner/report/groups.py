@@ -4,7 +4,7 @@ import numpy as np
 
 from planner.cost import outer
 from planner.report.contents import Report
-from planner.report.svg import duration
+from planner.report.units import duration
 
 Array = np.ndarray
 

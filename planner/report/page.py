@@ -1,16 +1,20 @@
-"""The page report.html, for screen and paper; it has no scripts and fetches nothing."""
+"""The page report.html, for screen and paper: one file with its scripts, which fetches nothing."""
 
-import html
+import functools
+import importlib.metadata
 import itertools
+import json
+import pathlib
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from paxtrain import files
 from paxtrain.config.axes import MAIN, inside_axes
 from paxtrain.model import parameters
 from paxtrain.tables import times
-from planner.report import drawings, further_text, gantt, groups, traffic
-from planner.report.contents import Report, gap
-from planner.report.svg import duration
+from planner.report import activity, candidates, charts, further_text, groups, traffic
+from planner.report.contents import Report, gap, slower
 from planner.report.text import (
     HEADS,
     WORDS,
@@ -25,6 +29,7 @@ from planner.report.text import (
     nearby_words,
     noise_words,
     oracle_words,
+    percent,
     ranking_words,
     schedule,
     sharded,
@@ -36,131 +41,189 @@ from planner.report.text import (
     terms,
     tokens,
 )
+from planner.report.units import duration
 
-_STYLE = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-body { margin: 0; background: #f3f5f6; color: #22272e; font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue",
-  "DejaVu Sans", sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 36px 40px 56px; background: #fff; }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; }
-h2 { font-size: 18px; margin: 44px 0 4px; padding-top: 18px; border-top: 1px solid #e3e7ea; }
-p { margin: 4px 0 14px; max-width: 108ch; color: #5c6670; }
-p.what { color: #22272e; }
-svg { display: block; max-width: 100%; height: auto; font-family: inherit; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 22px 0 8px; }
-.tile { background: #f6f8f9; border: 1px solid #e3e7ea; border-radius: 8px; padding: 12px 16px; }
-.tile b { display: block; font-size: 24px; line-height: 1.3; font-weight: 650; }
-.tile span { color: #5c6670; font-size: 13px; }
-.scroll { overflow-x: auto; }
-.narrow { display: none; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; margin: 10px 0; }
-th, td { padding: 5px 12px 5px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #edf0f2; }
-th { color: #5c6670; font-weight: 600; border-bottom: 1px solid #c9d0d5; }
-td.words, th.words { text-align: left; }
-td.long { white-space: normal; text-align: left; }
-tr.chosen td { background: #fdf1e7; font-weight: 650; }
-td .bar { display: inline-block; height: 9px; background: #2f6f9f; border-radius: 2px; margin-right: 7px; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 20px; margin: 10px 0; }
-dt { font-weight: 600; } dd { margin: 0; }
-code { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-ul.terms { margin: 4px 0 14px; padding-left: 18px; color: #5c6670; font-size: 13px; }
-.note { border-left: 3px solid #d55e00; padding: 2px 0 2px 12px; color: #22272e; }
-@media screen and (max-width: 760px) {
-  main { padding: 18px 14px 32px; } h1 { font-size: 21px; } h2 { margin-top: 30px; }
-  .tiles { grid-template-columns: 1fr 1fr; } .tile { padding: 8px 10px; } .tile b { font-size: 19px; }
-  .wide { display: none; } .narrow { display: block; } .narrow svg { width: 100%; }
-  .scroll svg { width: 900px; max-width: none; }
-  .scroll { margin-right: -14px; padding-right: 14px; }
-  dl { grid-template-columns: 1fr; gap: 0; } dd { margin: 0 0 10px; }
-}
-@media print {
-  body { background: #fff; font-size: 11px; }
-  main { padding: 0; max-width: none; }
-  h1 { font-size: 20px; } h2 { font-size: 14px; margin-top: 18px; padding-top: 10px; }
-  h2, section > p { break-after: avoid; }
-  svg, table, p, .tiles { break-inside: avoid; }
-  .tiles { grid-template-columns: repeat(5, 1fr); } .tile { padding: 8px 10px; } .tile b { font-size: 18px; }
-  .tile span { font-size: 10px; }
-  .scroll { overflow: visible; }
-  table { font-size: 10px; } th, td { padding: 3px 7px 3px 0; }
-  @page { margin: 14mm; }
-}
-"""
+_HERE = pathlib.Path(__file__).parent
+_MOST_LINKS = 24  # slowest links in use that the table has
+
+
+class HtmlTable(NamedTuple):
+    """A table of the page.
+
+    Attributes:
+        label: what it is about.
+        heads: heads of its columns.
+        rows: cells of each row.
+        words: columns of words, which are left-aligned.
+        chosen: row that stands out; -1: none.
+        bar: column whose cells have bars; -1: none.
+        bars: length of each row's bar, 0 to 1.
+    """
+
+    label: str
+    heads: list[str]
+    rows: list[list[str]]
+    words: tuple[int, ...] = ()
+    chosen: int = -1
+    bar: int = -1
+    bars: tuple[float, ...] = ()
+
+
+class Section(NamedTuple):
+    """A section of the page.
+
+    Attributes:
+        title: its title.
+        words: sentences below the title.
+        charts: names of its charts.
+        tables: its tables, which tell the charts without scripts.
+        notes: sentences that stand out.
+        terms: what columns mean.
+        sources: pairs of names and words.
+        zoom: chart that has buttons to zoom; "": none.
+        candidates: whether all candidates can be filtered here.
+    """
+
+    title: str
+    words: str = ""
+    charts: tuple[str, ...] = ()
+    tables: tuple[HtmlTable, ...] = ()
+    notes: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
+    sources: tuple[tuple[str, str], ...] = ()
+    zoom: str = ""
+    candidates: bool = False
+
+
+@functools.cache
+def _library() -> str:
+    """Return Vega, Vega-Lite and Vega-Embed as a script, which takes seconds to make and so is kept in the cache."""
+    key = ["vega", importlib.metadata.version("vl-convert-python")]
+    path = files.kept_file("page", key)
+    if (script := files.kept(path)) is None:
+        import vl_convert  # here, since a page is written without it if the script is kept
+
+        script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+        files.keep(path, script)
+    return str(script)
+
+
+@functools.cache
+def _template() -> Any:
+    import jinja2  # here, since only pages need it
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string((_HERE / "page.html").read_text())
+
+
+def _script(text: str) -> str:
+    """Return text that goes into a page as it is, unless it would end the element that it stands in."""
+    if "</script" in text.lower() or "</style" in text.lower():
+        raise ValueError("a script of the page has the end of its own element in it")
+    return text
 
 
 def page(report: Report) -> str:
     """Return the whole page as HTML."""
     c, model, cluster = report.chosen.candidate, report.model, report.cluster
     size = f"{count(parameters.published(model))} parameters"
-    title = f"A plan for {f'{report.named}, {size},' if report.named else size} on {cluster.devices:,} devices"
-    schedule_chart, schedule_words = gantt.gantt(report)
+    work, drawn, links_words = activity.activity(report), {}, ""
+    if report.comparisons:
+        drawn["gains"] = charts.gains(report)
+    if len(cluster.hosts) > 1:
+        pair, links_words = charts.links(report)
+        drawn |= dict(zip(("links_before", "links_after"), pair))
+    if report.scaling:
+        drawn |= dict(zip(("speed", "hours"), charts.scaling(report)))
+    if report.what_ifs:
+        drawn["what_ifs"] = charts.what_ifs(report)
+    drawn |= {
+        "step": charts.step(report, work),
+        "memory": charts.memory(report),
+        "candidates": candidates.chart(report),
+    }
+    data = json.dumps({"charts": drawn, "candidates": candidates.table(report)}, separators=(",", ":"), allow_nan=False)
+    return _template().render(
+        title=f"A plan for {f'{report.named}, {size},' if report.named else size} on {cluster.devices:,} devices",
+        where=(
+            f"{hosts(len(cluster.hosts))} x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
+            f"{cluster.name}. {model.layers} layers, hidden size {model.hidden}, sequence length {model.sequence}, "
+            f"{model.dtype}, global batch {report.global_batch:,}."
+        ),
+        plan=(
+            f"{mesh(c)} ({' x '.join(MAIN)}), {sharded(c)}{', sequence parallel' * c.sequence_parallel}; "
+            f"{micro_batches(c)} micro-batches of size {c.micro_batch}, {schedule(c)} schedule, save={c.save}; "
+            f"{compression_words(c)}."
+        ),
+        tiles=_tiles(report),
+        sections=[section for section in _sections(report, work, drawn, links_words) if any(section[1:])],
+        charts=drawn,
+        style=_script((_HERE / "page.css").read_text()),
+        data=_script(data.replace("<", "\\u003c")),
+        library=_script(_library()),
+        behavior=_script((_HERE / "page.js").read_text()),
+    )
+
+
+def _sections(report: Report, work: activity.Activity, drawn: dict[str, Any], links_words: str) -> list[Section]:
+    """Return the sections of the page in order; those without content are left out.
+
+    Args:
+        report: report on a plan.
+        work: one pipeline's step.
+        drawn: charts by name.
+        links_words: what the charts of the links show.
+    """
+    c = report.chosen.candidate
     asked = [further_text.free_choice_words(report)] if report.free_choice else []
-    links_chart, links_words = drawings.links(report) if len(cluster.hosts) > 1 else ("", "")
-    sections = [
-        ("What the plan gains", _gains_words(report), _gains(report) if report.comparisons else ""),
-        ("Ranked plans", _search_words(report), _ranked(report)),
-        ("As asked, and by a free choice", _sentences(asked), ""),
-        ("What more hosts bring", further_text.knee_words(report.scaling), _scaling(report))
-        if report.scaling
-        else _NOTHING,
-        ("If the cluster changes", _WHAT_IF_WORDS, _what_ifs(report)) if report.what_ifs else _NOTHING,
-        ("Near by", _sentences(nearby_words(report)), ""),
-        ("Compression", _sentences(lossy_words(report)), ""),
-        ("Groups that train apart", _sentences(list(filter(None, [groups.words(report)]))), ""),
-        ("Links before and after placement", links_words, _scrolled(links_chart)),
-        ("One training step", schedule_words, _scrolled(schedule_chart)),
-        ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
-        ("Bytes", _bytes_words(), _traffic(report)),
-        ("Memory", f"{memory_words(report)}. {_MEMORY_WORDS}", _scrolled(drawings.memory(report)) + _oracle(report)),
-        ("Step time against memory", _TRADE_WORDS, _scrolled(drawings.trade(report))),
-        ("Why not another plan?", "", _explained(report)),
-        ("Where the figures come from", "", _sources(report)),
+    stages = f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}"
+
+    def some(*names: str) -> tuple[str, ...]:
+        return tuple(name for name in names if name in drawn)
+
+    return [
+        Section("What the plan gains", _gains_words(report), some("gains"), _gains(report)),
+        Section("Ranked plans", _search_words(report), tables=(_ranked(report),), terms=tuple(terms(report))),
+        Section("All candidates", _CANDIDATES_WORDS, candidates=True),
+        Section("As asked, and by a free choice", _sentences(asked)),
+        _scaling(report),
+        Section("If the cluster changes", _WHAT_IF_WORDS, some("what_ifs"), _what_ifs(report))
+        if report.what_ifs
+        else Section(""),
+        Section("Near by", _sentences(nearby_words(report))),
+        Section("Compression", _sentences(lossy_words(report))),
+        Section("Groups that train apart", _sentences(list(filter(None, [groups.words(report)])))),
+        Section("Links before and after placement", links_words, some("links_before", "links_after"), _links(report))
+        if links_words
+        else Section(""),
+        Section("One training step", activity.caption(report, work), ("step",), zoom="step"),
+        Section("Stages", stages, tables=(_stages(report),)),
+        Section("Bytes", _bytes_words(), tables=_traffic(report)) if traffic.rows(report) else Section(""),
+        _memory(report),
+        Section("Why not another plan?", tables=_explained(report)),
+        Section("Where the figures come from", sources=_sources(report)),
     ]
-    body = "\n".join(
-        f"<section><h2>{name}</h2>{f'<p>{html.escape(words)}</p>' if words else ''}{inner}</section>"
-        for name, words, inner in sections
-        if inner or (words and name in _OF_WORDS)
-    )
-    where = (
-        f"{hosts(len(cluster.hosts))} x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
-        f"{cluster.name}. {model.layers} layers, hidden size {model.hidden}, sequence length {model.sequence}, "
-        f"{model.dtype}, global batch {report.global_batch:,}."
-    )
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>'
-        "<body><main>"
-        f"<h1>{html.escape(title)}</h1><p>{html.escape(where)}</p>{_head(report)}{body}</main></body></html>\n"
-    )
 
 
-def _scrolled(drawing: str) -> str:
-    """Return a drawing that a small screen scrolls sideways instead of making its words unreadable."""
-    return f'<div class="scroll">{drawing}</div>' if drawing else ""
+_CANDIDATES_WORDS = (
+    "Step time against memory of every candidate. Those that were simulated are in host order, ranked plans on their "
+    "own placements with the interval that their step is in with 80%. Of the others only a lower bound is known: their "
+    "step lies to the right of the triangle."
+)
 
 
-def _head(report: Report) -> str:
-    c, found = report.chosen.candidate, report.chosen
+def _tiles(report: Report) -> list[tuple[str, str]]:
+    found, over = report.chosen, gap(report, report.chosen)
     tiles = [
         (duration(found.seconds), "predicted step time" + _within(report)),
         (tokens(report.tokens_per_second(found.seconds)), "tokens/s"),
         (share(report.mfu) if report.mfu is not None else "", "model FLOPs utilization (MFU)"),
         (f"{found.memory / 1e9:.3g} GB", f"per device, of {report.limit / 1e9:.3g} GB; {report.memory_source}"),
         (f"≤ {times(1 + over)}", "as long as the best possible plan's step")
-        if (over := gap(report, found)) > 1
+        if over > 1
         else (f"≤ {share(over)}", "slower than the best possible plan"),
     ]
-    drawn = "".join(
-        f'<div class="tile"><b>{figure}</b><span>{html.escape(w)}</span></div>' for figure, w in tiles if figure
-    )
-    how = sharded(c)
-    how += ", sequence parallel" if c.sequence_parallel else ""
-    words = (
-        f"{mesh(c)} ({' x '.join(MAIN)}), {how}; {micro_batches(c)} micro-batches of size {c.micro_batch}, "
-        f"{schedule(c)} schedule, save={c.save}; {compression_words(c)}."
-    )
-    return f'<p class="what"><b>{html.escape(words)}</b></p><div class="tiles">{drawn}</div>'
+    return [(figure, words) for figure, words in tiles if figure]
 
 
 def _within(report: Report) -> str:
@@ -175,10 +238,12 @@ def _gains_words(report: Report) -> str:
     return words + bars
 
 
-def _gains(report: Report) -> str:
-    """Return the gains twice, of which a screen shows the one that fits it."""
-    narrow = drawings.gains(report, 340, narrow=True)
-    return f'<div class="wide">{drawings.gains(report)}</div><div class="narrow">{narrow}</div>'
+def _gains(report: Report) -> tuple[HtmlTable, ...]:
+    rows = [
+        [other.name, other.what, duration(other.seconds), percent(slower(report, other))]
+        for other in report.comparisons
+    ]
+    return (HtmlTable("As a table", ["rule", "plan", "step", "longer"], rows, (0, 1)),) if rows else ()
 
 
 def _sentences(words: list[str]) -> str:
@@ -190,47 +255,50 @@ def _search_words(report: Report) -> str:
     return " ".join(f"{words[0].upper()}{words[1:]}." for words in said)
 
 
-def _cells(cells: list[str], tag: str, words: tuple[int, ...]) -> str:
-    return "".join(
-        f"<{tag}{' class=words' if i in words else ''}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells)
-    )
+def _ranked(report: Report) -> HtmlTable:
+    chosen = report.outcome.ranked.index(report.chosen)
+    return HtmlTable("Ranked plans", list(HEADS), table(report), WORDS, chosen)
 
 
-def _ranked(report: Report) -> str:
-    rows = "".join(
-        f"<tr{' class=chosen' if found is report.chosen else ''}>{_cells(row, 'td', WORDS)}</tr>"
-        for row, found in zip(table(report), report.outcome.ranked)
-    )
-    where = "".join(f"<li>{html.escape(words)}</li>" for words in terms(report))
-    heads = _cells(list(HEADS), "th", WORDS)
-    return f'<div class="scroll"><table><tr>{heads}</tr>{rows}</table></div><ul class="terms">{where}</ul>'
-
-
-_NOTHING = ("", "", "")
-# Sections without a drawing or a table.
-_OF_WORDS = ("Near by", "Compression", "Groups that train apart", "As asked, and by a free choice")
 _WHAT_IF_WORDS = (
     "The plan for the cluster as it would be, and the step time that today's plan would have there, on the same hosts."
 )
 
 
-def _scaling(report: Report) -> str:
-    """Return the figure and the table of what more hosts bring."""
-    scaling = report.scaling
-    assert scaling is not None
+def _scaling(report: Report) -> Section:
+    """Return what more hosts bring."""
+    if (scaling := report.scaling) is None:
+        return Section("")
+    rows = further_text.scaling_rows(scaling)
+    heads, knee = further_text.scaling_heads(scaling), scaling.sizes.index(scaling.knee)
+    missing = tuple(f"{hosts(n)}: {why}" for n, why in scaling.missing)
+    figures = (HtmlTable("As a table", heads, rows, (7,), knee),)
+    words = further_text.knee_words(scaling)
+    return Section("What more hosts bring", words, ("speed", "hours"), figures, missing)
+
+
+def _what_ifs(report: Report) -> tuple[HtmlTable, ...]:
+    rows = further_text.what_if_rows(report)
+    return (HtmlTable("As a table", further_text.WHAT_IF_HEADS, rows, (0, 4)),)
+
+
+def _links(report: Report) -> tuple[HtmlTable, ...]:
+    """Return the slowest links that the chosen plan uses."""
+    names, rate = report.cluster.hosts, 1e-9 / report.fabric.per_byte
+    sent = traffic.between_hosts(report, report.chosen.placement.hosts)
+    used = sum(sent.values(), np.zeros(rate.shape))
+    order = sorted(zip(*np.nonzero(used)), key=lambda pair: rate[pair])[:_MOST_LINKS]
     rows = [
-        f"<tr{' class=chosen' if size is scaling.knee else ''}>{_cells(row, 'td', (7,))}</tr>"
-        for size, row in zip(scaling.sizes, further_text.scaling_rows(scaling))
+        [
+            names[a],
+            names[b],
+            f"{rate[a, b]:.2f}",
+            f"{used[a, b] / 1e9:.3g}",
+            ", ".join(w for w in sent if sent[w][a, b]),
+        ]
+        for a, b in order
     ]
-    heads = _cells(further_text.scaling_heads(scaling), "th", (7,))
-    missing = "".join(f"<p>{hosts(n)}: {html.escape(why)}</p>" for n, why in scaling.missing)
-    table = f'<div class="scroll"><table><tr>{heads}</tr>{"".join(rows)}</table></div>'
-    return _scrolled(further_text.scaling_figure(scaling)) + table + missing
-
-
-def _what_ifs(report: Report) -> str:
-    rows = "".join(f"<tr>{_cells(row, 'td', (0, 4))}</tr>" for row in further_text.what_if_rows(report))
-    return f'<div class="scroll"><table><tr>{_cells(further_text.WHAT_IF_HEADS, "th", (0, 4))}</tr>{rows}</table></div>'
+    return (HtmlTable("The slowest links in use", ["from", "to", "GB/s", "GB a step", "who"], rows, (0, 1, 4)),)
 
 
 def _bytes_words() -> str:
@@ -238,12 +306,9 @@ def _bytes_words() -> str:
     return f"What a step sends, all devices together. {inside}"
 
 
-def _traffic(report: Report) -> str:
-    lines = traffic.rows(report)
-    if not lines:
-        return ""
-    body = "".join(f"<tr>{_cells(row, 'td', (0,))}</tr>" for row in lines[1:])
-    return f'<div class="scroll"><table><tr>{_cells(lines[0], "th", (0,))}</tr>{body}</table></div>'
+def _traffic(report: Report) -> tuple[HtmlTable, ...]:
+    heads, *rows = traffic.rows(report)
+    return (HtmlTable("Bytes of a step", heads, rows, (0,)),)
 
 
 _STAGE_WORDS = (
@@ -255,13 +320,9 @@ _MEMORY_WORDS = (
     "Bars: memory that each stage uses, from a closed-form model. All stages run the same program, so each device "
     "allocates what the fullest stage needs."
 )
-_TRADE_WORDS = (
-    "Every candidate that its lower bound did not rule out, in host order; ranked plans are on their own placements. "
-    "No plan was found below or left of the Pareto front."
-)
 
 
-def _stages(report: Report) -> str:
+def _stages(report: Report) -> HtmlTable:
     """Return a table with a row per stage; neighboring stages with equal figures share one."""
     problem, step, c = report.problem, report.step, report.chosen.candidate
     kinds = problem.kind_of_host[report.chosen.placement.hosts]  # [D, P]
@@ -279,18 +340,14 @@ def _stages(report: Report) -> str:
         layers = "+".join(str(c.counts[v]) for v in virtual[:, s])
         times = [duration(float(x)) if x else "" for x in (forward[s], backward[s], loss[s])]
         rows.append((layers, *times, share(busy[s]), "compressed" if step.compressed[0, s] else ""))
-    drawn = []
+    lines, bars = [], []
     for row, group in itertools.groupby(range(c.pipe), key=lambda s: rows[s]):
         members = list(group)
         name = str(members[0]) if len(members) == 1 else f"{members[0]} to {members[-1]}"
-        spans = [_span(x[0, members]) for x in (step.finish, step.reduce)]
-        bar = f'<span class="bar" style="width:{120 * busy[members[0]]:.0f}px"></span>'
-        drawn.append(
-            f'<tr>{_cells([name, *row[:4]], "td", ())}<td class="words">{bar}{row[4]}</td>'
-            f"{_cells([*spans, row[5]], 'td', (2,))}</tr>"
-        )
+        lines.append([name, *row[:5], *(_span(x[0, members]) for x in (step.finish, step.reduce)), row[5]])
+        bars.append(float(busy[members[0]]))
     heads = ["stage", "layers", "forward", "backward", "loss", "busy", "pipeline ends at", "gradient reduction", ""]
-    return f'<div class="scroll"><table><tr>{_cells(heads, "th", (5,))}</tr>{"".join(drawn)}</table></div>'
+    return HtmlTable("Stages", heads, lines, (5, 8), bar=5, bars=tuple(bars))
 
 
 def _span(seconds: np.ndarray) -> str:
@@ -299,32 +356,30 @@ def _span(seconds: np.ndarray) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _oracle(report: Report) -> str:
-    if not report.oracle:
-        return f"<p>{oracle_words(report).capitalize()}.</p>"
-    cells = [
-        [r.configuration, r.source, f"{r.bytes / 1e9:.2f} GB", f"{r.compile_seconds:.1f} s"] for r in report.oracle
+def _memory(report: Report) -> Section:
+    kinds = {name: np.asarray(x, float) for name, x in report.memory.items() if np.any(np.asarray(x) > 0)}
+    rows = [
+        [str(stage), *(f"{x / 1e9:.2f}" for x in (*sizes, sum(sizes)))]
+        for stage, sizes in enumerate(zip(*kinds.values()))
     ]
-    rows = "".join(f"<tr>{_cells(row, 'td', (0, 1))}</tr>" for row in cells)
-    heads = _cells(["plan", "compiled by", "per device", "compile time"], "th", (0, 1))
-    rejected = "".join(
-        f'<p class="note">Plan {n} was not chosen: it does not fit in memory once compiled.</p>'
-        for n in range(1, len(report.rejected) + 1)
-    )
+    tables = [HtmlTable("GB by stage", ["stage", *kinds, "all"], rows)]
     words = oracle_words(report)
-    return f'{rejected}<p>{words.capitalize()}.</p><div class="scroll"><table><tr>{heads}</tr>{rows}</table></div>'
+    if report.oracle:
+        cells = [
+            [r.configuration, r.source, f"{r.bytes / 1e9:.2f} GB", f"{r.compile_seconds:.1f} s"] for r in report.oracle
+        ]
+        heads = ["plan", "compiled by", "per device", "compile time"]
+        tables.append(HtmlTable("Plans that were compiled", heads, cells, (0, 1)))
+    rejected = range(1, len(report.rejected) + 1)
+    notes = [f"Plan {n} was not chosen: it does not fit in memory once compiled." for n in rejected]
+    words = f"{memory_words(report)}. {_MEMORY_WORDS} {words[0].upper()}{words[1:]}."
+    return Section("Memory", words, ("memory",), tuple(tables), tuple(notes))
 
 
-def _explained(report: Report) -> str:
-    rows = []
-    for line in report.explained:
-        what, _, why = line.partition(": ")
-        rows.append(f"<tr>{_cells([what], 'td', (0,))}<td class=long>{html.escape(why)}</td></tr>")
-    return f"<table>{''.join(rows)}</table>" if rows else ""
+def _explained(report: Report) -> tuple[HtmlTable, ...]:
+    rows = [[what, why] for what, _, why in (line.partition(": ") for line in report.explained)]
+    return (HtmlTable("Why not another plan?", ["plan", "why not"], rows, (0, 1)),) if rows else ()
 
 
-def _sources(report: Report) -> str:
-    items = [f"<dt>{html.escape(name)}</dt><dd>{html.escape(words)}</dd>" for name, words in report.sources.items()]
-    if report.command:
-        items.append(f"<dt>command</dt><dd><code>{html.escape(report.command)}</code></dd>")
-    return f"<dl>{''.join(items)}</dl>" if items else ""
+def _sources(report: Report) -> tuple[tuple[str, str], ...]:
+    return (*report.sources.items(), *([("command", report.command)] if report.command else []))

@@ -12,7 +12,7 @@ from planner.cluster.cluster import ATTAINED, Cluster
 from planner.cost.candidate import Candidate
 from planner.report import groups, losses, traffic
 from planner.report.contents import Report, gap, quicker, slower
-from planner.report.svg import duration
+from planner.report.units import duration
 from planner.search.baselines import NO_COMPRESSION
 from planner.search.tried import Found
 

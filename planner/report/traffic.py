@@ -1,5 +1,6 @@
 """Bytes that a step sends, by where they go: inside hosts, between hosts of a site, between sites, by trunk and NIC."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from planner.cost.sizes import MASTER
 from planner.cost.step_time import Problem
 from planner.pipeline import rows as pipeline
 from planner.report.contents import Report
-from planner.report.svg import duration
+from planner.report.units import duration
 
 Array = np.ndarray
 Add = Callable[[str, Array, Array | float], None]  # purpose, ranks [..., P, n], bytes that each of them sends
@@ -214,6 +215,20 @@ def traffic(report: Report) -> dict[str, Array]:
         levels = np.bincount(level.ravel(), weights=size.ravel(), minlength=len(LEVELS))
         if levels.any():
             found[what] = found.get(what, 0) + levels
+    return found
+
+
+def between_hosts(report: Report, hosts: Array) -> dict[str, Array]:
+    """Return the bytes [H, H] of a step from host to host, by purpose, on a placement int [D, P] of the chosen plan."""
+    placement = dataclasses.replace(report.chosen.placement, hosts=hosts)
+    placed = dataclasses.replace(report, chosen=dataclasses.replace(report.chosen, placement=placement))
+    count, found = len(report.cluster.hosts), dict[str, Array]()
+    for what, *ends, size in flows(placed):
+        senders, receivers = map(report.fabric.hosts, ends)
+        pairs = np.bincount((senders * count + receivers).ravel(), size.ravel(), count**2).reshape(count, count)
+        np.fill_diagonal(pairs, 0)
+        if pairs.any():
+            found[what] = found.get(what, 0) + pairs
     return found
 
 

@@ -73,6 +73,13 @@ class Refinement:
         """Return the best plans, the best first."""
         return heapq.nsmallest(top, self.found.values(), key=self.key)
 
+    def leaders(self, top: int) -> list[Found]:
+        """Return the best plan of each mesh, the best first."""
+        best: dict[tuple, Found] = {}
+        for f in sorted(self.found.values(), key=self.key):
+            best.setdefault(tuple(f.candidate.sizes.values()), f)
+        return list(best.values())[:top]
+
     def add(self, new: list[Found]) -> None:
         """Add plans that were simulated."""
         self.found |= {f.index: f for f in new}

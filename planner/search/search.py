@@ -43,6 +43,7 @@ _ALIKE = (
     (("schedule", "chunks", "uneven_data"), 8, 0.7),
 )
 _QUICKLY, _LEAST = 2, 8  # most plans that are placed quickly after these, and at the end
+_LEADERS = 16  # most meshes whose best candidate is told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +80,10 @@ class Outcome:
         seconds: wall clock of the search.
         space: all candidates.
         bytes: bytes per device of all candidates.
-        bounds: closed-form bounds of all candidates; inf: does not fit.
+        bounds: closed-form bounds of all candidates, of those that do not fit, too.
         bound: seconds that no plan that fits is below, wherever it is placed.
-        points: [simulated, 2] seconds and bytes of those that were simulated, in plain layouts.
+        points: [simulated, 3] place in the space, seconds and bytes of those that were simulated, in plain layouts.
+        leaders: best candidate of each mesh that was simulated, quickest first.
     """
 
     ranked: list[Found]
@@ -95,6 +97,7 @@ class Outcome:
     bounds: Array
     bound: float
     points: Array
+    leaders: tuple[Found, ...] = ()
 
 
 class Search:
@@ -117,6 +120,7 @@ class Search:
         self.bytes = self.tried.bytes
         self.limit, self.coded = budget.limit(cluster), choices.coded
         bounds = pruning.lower_bound(cluster, model, self.space, self.coded)
+        self.every_bound = bounds
         self.bounds = np.where(self.bytes <= self.limit, bounds, np.inf)
         self.tried.bounds = self.bounds
         kinds = (self.space.backward > 0).astype(float) + (self.space.data_rank > 0)
@@ -221,14 +225,15 @@ class Search:
             seconds=time.perf_counter() - began,
             space=self.space,
             bytes=self.bytes,
-            bounds=self.bounds,
+            bounds=self.every_bound,
             bound=min(float(self.bounds[order].min()), *(f.seconds for f in ranked)),
             points=np.array(points),
+            leaders=tuple(refined.leaders(_LEADERS)),
         )
 
     def _rank(
         self, order: Array, scores: Array, top: int, limit: float, refined: Refinement, progress: Callable[[str], None]
-    ) -> list[tuple[float, float]]:
+    ) -> list[tuple[int, float, float]]:
         """Simulate candidates in the order of their bounds until no other one can be, or is like, one of the best.
 
         Now and then the best are placed quickly, so that the others are passed sooner.
@@ -242,15 +247,15 @@ class Search:
             progress: called with a sentence now and then.
 
         Returns:
-            (seconds, bytes) of all that were simulated.
+            (place in the space, seconds, bytes) of all that were simulated.
         """
-        points: list[tuple[float, float]] = []
+        points: list[tuple[int, float, float]] = []
         worst, left = np.inf, order
         while True:
             open_ = left[(self._expected(scores, refined) < np.minimum(worst, limit * self._handicaps))[left]]
             some = open_[: min(_TOGETHER, _FIRST + len(points))]
             new = self.simulate(some.tolist(), worst) if len(some) else []
-            points += [(f.seconds, f.memory) for f in new]
+            points += [(f.index, f.seconds, f.memory) for f in new]
             left = left[~np.isin(left, some)]
             refined.add(new)
             tried = refined.placed

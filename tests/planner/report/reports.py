@@ -1,12 +1,15 @@
 """Reports: of a small search, and of plans by hand whose figures are round."""
 
 import dataclasses
+import html.parser
 import math
+import re
 from typing import Any
 
 import numpy as np
 
 from paxtrain.config import OuterConfig
+from paxtrain.config.axes import more_axes
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
@@ -21,7 +24,7 @@ from planner.search.baselines import NO_COMPRESSION, Comparison
 from planner.search.budget import Budget
 from planner.search.nearby import Nearby
 from planner.search.search import Options, Outcome, Search
-from planner.search.space import Choices
+from planner.search.space import COLUMNS, Choices, Space, numbers_of
 from planner.search.tried import Found
 from tests.compress_settings import compression
 from tests.planner.examples import MODEL, cluster
@@ -83,6 +86,15 @@ def plan(seconds: float, gigabytes: float = 40, placed: str = "exact", **changes
     return Found(0, candidate, Placement(hosts, seconds, 0.4, placed, 1), np.nan, np.nan, gigabytes * 1e9, 0.4)
 
 
+def space_of(ranked: list[Found]) -> Space:
+    """Return the candidates of plans as a space, in their order."""
+    numbers = [numbers_of(found.candidate) for found in ranked]
+    columns = {name: np.array([row[name] for row in numbers]) for name in COLUMNS}
+    others = np.array([found.candidate.others or (1,) * len(more_axes()) for found in ranked])
+    slots, together = (np.ones(len(ranked), int) for _ in range(2))
+    return Space(**columns, slots=slots, together=together, others=others)
+
+
 def by_hand(*ranked: Found, chosen: int = 0, some: Cluster | None = None, **changes: Any) -> contents.Report:
     """Return a report on plans for 64 sequences and four hosts of four devices.
 
@@ -93,13 +105,15 @@ def by_hand(*ranked: Found, chosen: int = 0, some: Cluster | None = None, **chan
         changes: attributes of the report.
     """
     some = some or cluster(4, 4, seed=None)
-    points = np.array([[found.seconds, found.memory] for found in ranked])
+    every = [dataclasses.replace(found, index=n) for n, found in enumerate(ranked)]
+    points = np.array([[found.index, found.seconds, found.memory] for found in every])
+    outcome = Outcome(every, 12345, 678, 90, 12, 3.14, space_of(every), points[:, 2], points[:, 1], 0.4, points)
     values = {
         "cluster": some,
         "model": MODEL,
         "global_batch": 64,
-        "outcome": Outcome(list(ranked), 12345, 678, 90, 12, 3.14, None, points[:, 1], points[:, 0], 0.4, points),
-        "chosen": ranked[chosen],
+        "outcome": outcome,
+        "chosen": every[chosen],
         "fabric": fabric(some),
         "comparisons": [
             Comparison("host order", "the same plan on devices in order", 1.25 * ranked[chosen].seconds),
@@ -189,3 +203,42 @@ def apart() -> contents.Report:
 
 
 BY_HAND = (asked_for_nothing, compressed, within_a_budget, apart)
+
+
+# --- Pages ------------------------------------------------------------------------------------------------------------
+
+
+class Balanced(html.parser.HTMLParser):
+    """A parser that records wrongly nested tags and everything that a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.wrong, self.fetched = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "srcset", "action", "data") or name.startswith("on"):
+                self.fetched.append((name, value))
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+
+def checked(text: str) -> str:
+    """Return a page without its scripts after a check that its tags nest and that it fetches nothing."""
+    parser = Balanced()
+    parser.feed(text)
+    assert not parser.open and not parser.wrong and not parser.fetched
+    text = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"<script|@import|url\(|https?://|\bnan\b|\binf\b", text, re.IGNORECASE)
+    return text
+
+
+def plain(text: str) -> str:
+    """Return the words of a page, a line each."""
+    text = re.sub(r"<style>.*?</style>|<title>[^<]*</title>|<span class=.bar.*?</span>", "", text, flags=re.DOTALL)
+    text = re.sub(r"</?(?:td|th|b|dt|span)\b[^>]*>", " ", text)
+    return "\n".join(filter(None, (html.unescape(line).strip() for line in re.split(r"<[^>]*>|\n", text))))

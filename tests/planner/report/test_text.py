@@ -1,9 +1,6 @@
-"""The report as text within a terminal's width, and as a page that fetches nothing."""
+"""The report as text within a terminal's width, and the words of its page."""
 
 import dataclasses
-import html.parser
-import re
-import xml.etree.ElementTree as ET
 
 import pytest
 
@@ -13,19 +10,13 @@ from planner.cost.candidate import Candidate
 from planner.fit.applied import priced
 from planner.report import contents, further_text, page
 from planner.report import text as report
-from planner.report.svg import width_of
 from tests.planner.examples import cluster
-from tests.planner.report.reports import BY_HAND, by_hand, made_report, plan
+from tests.planner.report.reports import BY_HAND, by_hand, checked, made_report, plain, plan
 
 
 @pytest.fixture(scope="module")
 def made() -> contents.Report:
     return made_report()
-
-
-def svgs(text: str) -> list[ET.Element]:
-    """Return the drawings of a page."""
-    return [ET.fromstring(drawn) for drawn in re.findall(r"<svg .*?</svg>", text, re.DOTALL)]
 
 
 # --- Terminal ---------------------------------------------------------------------------------------------------------
@@ -142,100 +133,3 @@ def test_much_more_is_a_multiple(share, short, long):
 )
 def test_layers_are_told_in_short(counts, width, words):
     assert report.stage_layers(counts, width) == words
-
-
-# --- Page -------------------------------------------------------------------------------------------------------------
-
-
-class Balanced(html.parser.HTMLParser):
-    """A parser that records wrongly nested tags and everything that a browser would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.wrong, self.fetched = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "srcset", "action", "data") and not value.startswith("data:"):
-                self.fetched.append(value)
-            if name.startswith("on"):
-                self.fetched.append(name)
-
-    def handle_endtag(self, tag):
-        if not self.open or self.open.pop() != tag:
-            self.wrong.append(tag)
-
-
-def checked(text: str) -> str:
-    """Return a page after a check that its tags nest and that it fetches nothing."""
-    parser = Balanced()
-    parser.feed(text)
-    assert not parser.open and not parser.wrong and not parser.fetched
-    assert not re.search(r"<script|@import|url\(|https?://|\bnan\b|\binf\b", text, re.IGNORECASE)
-    return text
-
-
-def plain(text: str) -> str:
-    """Return the words of a page, a line each; of its drawings those of the first alone, the gains."""
-    text = re.sub(r"<style>.*?</style>|<title>[^<]*</title>|<span class=.bar.*?</span>", "", text, flags=re.DOTALL)
-    for drawn in re.findall(r"<svg .*?</svg>", text, re.DOTALL)[1:]:
-        text = text.replace(drawn, "")
-    text = re.sub(r"</?(?:td|th|b|dt|span)\b[^>]*>", " ", text)
-    return "\n".join(filter(None, (html.unescape(line).strip() for line in re.split(r"<[^>]*>|\n", text))))
-
-
-CASES = [
-    {},
-    {"micro_batches": 64, "schedule": "1f1b"},
-    {"micro_batches": 8, "schedule": "interleaved_1f1b"},
-    {"pipe": 1, "schedule": "1f1b"},
-    {"pipe": 8, "schedule": "gpipe", "micro_batches": 40, "cluster": cluster(8, 4, seed=None)},
-    {"micro_batches": 24, "schedule": "zb_h1"},
-    {"noise": None, "oracle": (), "explained": (), "command": "", "comparisons": []},
-    {"cluster": cluster(40, 2, seed=None), "pipe": 4, "tensor": 2},
-    {"cluster": cluster(1, 8), "tensor": 2},
-    {"cluster": cluster(4, 4, seed=None)},
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(case) or "plain")
-def test_the_page_fetches_nothing_and_stays_in_its_frames(case):
-    made = made_report(**case)
-    text = checked(page.page(made))
-    assert len(text) < 400_000
-    drawn = svgs(text)
-    assert len(drawn) == 3 + 2 * bool(made.comparisons) + (
-        len(made.cluster.hosts) > 1
-    )  # gains: for a small screen, too
-    for picture in drawn:
-        width, height = (float(picture.attrib[name]) for name in ("width", "height"))
-        for element in picture.iter():
-            at = {name: float(element.attrib.get(name, 0)) for name in ("x", "y", "width", "height")}
-            if element.tag in ("rect", "image"):
-                assert -0.1 <= at["x"] <= at["x"] + at["width"] <= width + 0.1
-                assert -0.1 <= at["y"] <= at["y"] + at["height"] <= height + 0.1
-            if element.tag == "text" and "transform" not in element.attrib:
-                wide = 0.9 * width_of("".join(element.itertext()), float(element.attrib["font-size"]))
-                left = at["x"] - wide * {"start": 0, "middle": 0.5, "end": 1}[element.attrib["text-anchor"]]
-                assert left >= -1 and left + wide <= width + 1, "".join(element.itertext())
-                assert 0 < at["y"] <= height
-
-
-def test_words_of_the_input_are_no_markup(made):
-    evil = '<script>alert("x")</script>&'
-    renamed = dataclasses.replace(made.cluster, name=evil, hosts=tuple(f"<b>h{i}&" for i in range(4)))
-    text = page.page(dataclasses.replace(made, cluster=renamed, command=evil, sources={evil: evil}, explained=(evil,)))
-    checked(text.replace(html.escape(evil), ""))
-    assert "<b>h0" not in text and html.escape("<b>h0&") in text
-
-
-def test_bars_are_as_long_as_what_they_stand_for(made):
-    picture = svgs(page.page(made))[0]
-    bars = [float(e.attrib["width"]) for e in picture.iter() if e.tag == "rect"]
-    assert bars[0] / bars[1] == pytest.approx(25, rel=0.05)
-    memory = next(p for p in svgs(page.page(made)) if p.attrib["aria-label"].startswith("Memory"))
-    tall = {e.find("title").text: float(e.attrib["height"]) for e in memory.iter("rect") if e.find("title") is not None}
-    assert len(tall) == 4
-    assert tall["stage 0, activations: 40.00 GB"] / tall["stage 1, activations: 10.00 GB"] == pytest.approx(4, rel=0.05)
