@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
 
         found = _plans(values, cluster, options, say)
     found = found.named(planning_flags.model_name())
-    found.save(out)
+    found.save(out, pictures=f.png)
     if f.json:
         print(json.dumps(found.json()))
         return
@@ -119,6 +119,7 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "against_free", False, "Also search without the flags that narrow the choice, and tell their price."
     )
+    flags.DEFINE_bool("png", False, "Also write each chart of the report as a picture, OUT/NAME.png.")
     flags.DEFINE_bool("json", False, "Print the whole ranking as one JSON object instead of the report.")
     flags.DEFINE_bool("explain", False, "Explain why each neighbor of the plan is not the recommended one.")
 

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,11 +26,14 @@ from planner.planning.inputs import Values, search_for, sections
 from planner.planning.intervals import believe, by_expected
 from planner.planning.offers import offers
 from planner.planning.options import PlanOptions
-from planner.report import contents, further_text, groups, losses, page, text
+from planner.report import charts, contents, further_text, groups, losses, page, text
 from planner.search import baselines, budget, explain, nearby
 from planner.search.explain import require_compression
 from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome, Search
+
+if TYPE_CHECKING:
+    import altair
 
 PLAN, REPORT = "plan.json", "report.html"
 # Iterations of the placements on half of the samples: enough to tell a gain from noise, and half of what a plan gets.
@@ -105,6 +109,17 @@ class Plans:
         """Return the report with its figures as an HTML page."""
         return page.page(self.report)
 
+    def chart(self, name: str = "candidates") -> "altair.LayerChart":
+        """Return one of the report's charts as an object of Altair's, which notebooks show.
+
+        Raises:
+            UserError: the report has no chart of that name.
+        """
+        specs = page.specs(self.report, alone=True)
+        if name not in specs:
+            raise UserError(f"the report has no chart {name!r}, but {', '.join(specs)}")
+        return charts.chart(specs[name])
+
     def explain(self) -> tuple[str, ...]:
         """Return why each neighbor of the plan is not the recommended one; empty unless `explained` was set."""
         return self.report.explained
@@ -141,8 +156,12 @@ class Plans:
             "command": made.command,
         }
 
-    def save(self, folder: str | pathlib.Path) -> None:
+    def save(self, folder: str | pathlib.Path, pictures: bool = False) -> None:
         """Write plan.json, which `paxtrain.train --plan` takes, and report.html.
+
+        Args:
+            folder: where they go.
+            pictures: whether each chart of the report goes there as a PNG, too.
 
         Raises:
             UserError: the folder cannot be written.
@@ -152,6 +171,8 @@ class Plans:
             out.mkdir(parents=True, exist_ok=True)
             files.write(out / REPORT, self.html())
             plans.save(self.plan, out / PLAN)
+            for name, spec in page.specs(self.report, alone=True).items() if pictures else ():
+                files.write(out / f"{name}.png", charts.png(spec))
         except OSError as error:
             raise UserError(f"cannot write the plan to {out} ({error}); name a folder that can be written") from error
 

@@ -1,5 +1,6 @@
 """All candidates of a search as columns, for the page to filter and to compare, and their chart."""
 
+import shlex
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,17 @@ _LABELS = {
     "uneven_data": ("uneven data ranks", "uneven_data"),
     "context_form": ("context's exchange", ""),
 }
+_FURTHER = (
+    "--what_if=",
+    "--hosts=",
+    "--price=",
+    "--tokens=",
+    "--against_free",
+    "--explain",
+    "--json",
+    "--png",
+    "--out=",
+)
 STATES = ("lower bound", "simulated", "ranked", "chosen")
 _SIZES = (("ranked", 150), ("chosen", 260))  # pixels of the points
 _NEAR = 1.6  # times the chosen step that the chart shows at first
@@ -90,9 +102,10 @@ def _word(value: object) -> str:
 
 
 def _command(report: Report) -> str:
-    """Return the command to which flags are added that ask for one plan."""
+    """Return the command to which flags are added that ask for one plan, without those that ask further questions."""
     if "planner.plan" in report.command or "paxplan" in report.command:
-        return report.command
+        words = shlex.split(report.command)
+        return shlex.join(word for word in words if not word.startswith(_FURTHER))
     return f"python -m planner.plan --cluster=CLUSTER --model=MODEL --global_batch={report.global_batch}"
 
 
@@ -118,12 +131,12 @@ def rows(values: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def chart(report: Report, data: list[dict[str, Any]] | None = None) -> Spec:
+def chart(report: Report, alone: bool = False) -> Spec:
     """Return step time against memory of all candidates.
 
     Args:
         report: report on a plan.
-        data: rows of the candidates; None: the page puts them in.
+        alone: whether it has its rows; otherwise the page puts them in.
     """
     least, most = report.outcome.bound, max(report.limit * 1.15, float(report.chosen.memory)) / 1e9
     x: Spec = {"field": "seconds", "type": "quantitative", "title": "step time, s"}
@@ -158,5 +171,5 @@ def chart(report: Report, data: list[dict[str, Any]] | None = None) -> Spec:
             "encoding": {"x": x, "y": y, "color": color, "shape": shape, "size": size, "tooltip": told},
         },
     ]
-    values: Spec = {"name": "candidates"} | ({"values": data} if data is not None else {"values": []})
+    values: Spec = {"name": "candidates", "values": rows(table(report)) if alone else []}
     return wide("Step time against memory of all candidates", data=values, height=380, layer=layers)

@@ -459,13 +459,3 @@ def what_ifs(report: Report) -> Spec:
     return wide(
         "Step time if the cluster changes", data={"values": rows}, height=34 * len(report.what_ifs), layer=layers
     )
-
-
-def pictures(report: Report, width: int = 1080) -> dict[str, bytes]:
-    """Return the report's charts as pictures, by name."""
-    found = {"step": step(report, activity.activity(report)), "memory": memory(report)}
-    if report.comparisons:
-        found["gains"] = gains(report)
-    if len(report.cluster.hosts) > 1:
-        found |= dict(zip(("links_before", "links_after"), links(report)[0]))
-    return {name: png(spec, width) for name, spec in found.items()}

@@ -11,7 +11,7 @@
   const digits = (x, n) => Number(x.toPrecision(n)).toString();
   const seconds = (x) => (x >= 1 ? `${digits(x, 4)} s` : `${digits(1e3 * x, 4)} ms`);
   const percent = (x) => `${digits(100 * x, Math.abs(x) < 0.1 ? 2 : 3)}%`;
-  const views = {};
+  const views = (window.reportViews = {}); // by the names of the charts
 
   // Tables beside charts are open without scripts, and closed with them.
   for (const closed of document.querySelectorAll("details.beside")) closed.open = false;
@@ -21,6 +21,7 @@
     const name = place.dataset.chart, spec = report.charts[name];
     const large = name === "candidates" || JSON.stringify(spec.data).length > 150000;
     const options = { actions: false, renderer: large ? "canvas" : "svg", tooltip: { theme: "custom" } };
+    if (name === "candidates") spec.data.values = drawn();
     const { view } = await vegaEmbed(place, spec, options);
     views[name] = view;
     for (const button of document.querySelectorAll(`button[data-of="${name}"]`))
@@ -93,12 +94,17 @@
     return table.columns.every((column) => filters[column.name] === undefined || filters[column.name] === column.codes[i]);
   };
 
-  const refresh = () => {
+  // The rows that match; what is drawn last lies on top.
+  const drawn = () => {
     matching = [];
     for (let i = 0; i < last; i++) if (fits(i)) matching.push(i);
-    // What is drawn last lies on top.
-    const drawn = [...matching].sort((a, b) => table.state[a] - table.state[b]);
-    if (views.candidates) views.candidates.data("candidates", drawn.map(row)).runAsync();
+    return [...matching].sort((a, b) => table.state[a] - table.state[b]).map(row);
+  };
+  const refresh = () => {
+    views.candidates.data("candidates", drawn()).runAsync();
+    tell();
+  };
+  const tell = () => {
     const count = (state) => matching.filter((i) => table.state[i] >= state).length;
     const inside = matching.filter((i) => table.mb[i] / 1e3 <= table.limit);
     const number = (x) => x.toLocaleString("en-US");
@@ -199,7 +205,7 @@
     views.candidates.addEventListener("click", (_, item) => {
       if (item && item.datum && item.datum.i !== undefined) choose(item.datum.i);
     });
-    refresh();
+    tell();
   };
 
   (async () => {

@@ -69,7 +69,7 @@ class HtmlTable(NamedTuple):
     bars: tuple[float, ...] = ()
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """A section of the page.
 
     Attributes:
@@ -123,25 +123,33 @@ def _script(text: str) -> str:
     return text
 
 
-def page(report: Report) -> str:
-    """Return the whole page as HTML."""
-    c, model, cluster = report.chosen.candidate, report.model, report.cluster
-    size = f"{count(parameters.published(model))} parameters"
-    work, drawn, links_words = activity.activity(report), {}, ""
+def specs(report: Report, alone: bool = False) -> dict[str, charts.Spec]:
+    """Return the page's charts by name; `alone`: with the rows of all candidates, which the page has beside it."""
+    return _drawn(report, activity.activity(report), alone)[0]
+
+
+def _drawn(report: Report, work: activity.Activity, alone: bool = False) -> tuple[dict[str, charts.Spec], str]:
+    """Return the charts by name, and what those of the links show; see `specs` for `alone`."""
+    drawn, links_words = {}, ""
     if report.comparisons:
         drawn["gains"] = charts.gains(report)
-    if len(cluster.hosts) > 1:
+    if len(report.cluster.hosts) > 1:
         pair, links_words = charts.links(report)
         drawn |= dict(zip(("links_before", "links_after"), pair))
     if report.scaling:
         drawn |= dict(zip(("speed", "hours"), charts.scaling(report)))
     if report.what_ifs:
         drawn["what_ifs"] = charts.what_ifs(report)
-    drawn |= {
-        "step": charts.step(report, work),
-        "memory": charts.memory(report),
-        "candidates": candidates.chart(report),
-    }
+    drawn |= {"step": charts.step(report, work), "memory": charts.memory(report)}
+    return drawn | {"candidates": candidates.chart(report, alone)}, links_words
+
+
+def page(report: Report) -> str:
+    """Return the whole page as HTML."""
+    c, model, cluster = report.chosen.candidate, report.model, report.cluster
+    size = f"{count(parameters.published(model))} parameters"
+    work = activity.activity(report)
+    drawn, links_words = _drawn(report, work)
     data = json.dumps({"charts": drawn, "candidates": candidates.table(report)}, separators=(",", ":"), allow_nan=False)
     return _template().render(
         title=f"A plan for {f'{report.named}, {size},' if report.named else size} on {cluster.devices:,} devices",
@@ -165,7 +173,7 @@ def page(report: Report) -> str:
     )
 
 
-def _sections(report: Report, work: activity.Activity, drawn: dict[str, Any], links_words: str) -> list[Section]:
+def _sections(report: Report, work: activity.Activity, drawn: dict[str, Any], links_words: str) -> list[PageSection]:
     """Return the sections of the page in order; those without content are left out.
 
     Args:
@@ -181,27 +189,28 @@ def _sections(report: Report, work: activity.Activity, drawn: dict[str, Any], li
     def some(*names: str) -> tuple[str, ...]:
         return tuple(name for name in names if name in drawn)
 
+    both = some("links_before", "links_after")
     return [
-        Section("What the plan gains", _gains_words(report), some("gains"), _gains(report)),
-        Section("Ranked plans", _search_words(report), tables=(_ranked(report),), terms=tuple(terms(report))),
-        Section("All candidates", _CANDIDATES_WORDS, candidates=True),
-        Section("As asked, and by a free choice", _sentences(asked)),
+        PageSection("What the plan gains", _gains_words(report), some("gains"), _gains(report)),
+        PageSection("Ranked plans", _search_words(report), tables=(_ranked(report),), terms=tuple(terms(report))),
+        PageSection("All candidates", _CANDIDATES_WORDS, candidates=True),
+        PageSection("As asked, and by a free choice", _sentences(asked)),
         _scaling(report),
-        Section("If the cluster changes", _WHAT_IF_WORDS, some("what_ifs"), _what_ifs(report))
+        PageSection("If the cluster changes", _WHAT_IF_WORDS, some("what_ifs"), _what_ifs(report))
         if report.what_ifs
-        else Section(""),
-        Section("Near by", _sentences(nearby_words(report))),
-        Section("Compression", _sentences(lossy_words(report))),
-        Section("Groups that train apart", _sentences(list(filter(None, [groups.words(report)])))),
-        Section("Links before and after placement", links_words, some("links_before", "links_after"), _links(report))
+        else PageSection(""),
+        PageSection("Near by", _sentences(nearby_words(report))),
+        PageSection("Compression", _sentences(lossy_words(report))),
+        PageSection("Groups that train apart", _sentences(list(filter(None, [groups.words(report)])))),
+        PageSection("Links before and after placement", links_words, both, _links(report))
         if links_words
-        else Section(""),
-        Section("One training step", activity.caption(report, work), ("step",), zoom="step"),
-        Section("Stages", stages, tables=(_stages(report),)),
-        Section("Bytes", _bytes_words(), tables=_traffic(report)) if traffic.rows(report) else Section(""),
+        else PageSection(""),
+        PageSection("One training step", activity.caption(report, work), ("step",), zoom="step"),
+        PageSection("Stages", stages, tables=(_stages(report),)),
+        PageSection("Bytes", _bytes_words(), tables=_traffic(report)) if traffic.rows(report) else PageSection(""),
         _memory(report),
-        Section("Why not another plan?", tables=_explained(report)),
-        Section("Where the figures come from", sources=_sources(report)),
+        PageSection("Why not another plan?", tables=_explained(report)),
+        PageSection("Where the figures come from", sources=_sources(report)),
     ]
 
 
@@ -265,16 +274,16 @@ _WHAT_IF_WORDS = (
 )
 
 
-def _scaling(report: Report) -> Section:
+def _scaling(report: Report) -> PageSection:
     """Return what more hosts bring."""
     if (scaling := report.scaling) is None:
-        return Section("")
+        return PageSection("")
     rows = further_text.scaling_rows(scaling)
     heads, knee = further_text.scaling_heads(scaling), scaling.sizes.index(scaling.knee)
     missing = tuple(f"{hosts(n)}: {why}" for n, why in scaling.missing)
     figures = (HtmlTable("As a table", heads, rows, (7,), knee),)
     words = further_text.knee_words(scaling)
-    return Section("What more hosts bring", words, ("speed", "hours"), figures, missing)
+    return PageSection("What more hosts bring", words, ("speed", "hours"), figures, missing)
 
 
 def _what_ifs(report: Report) -> tuple[HtmlTable, ...]:
@@ -356,7 +365,7 @@ def _span(seconds: np.ndarray) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _memory(report: Report) -> Section:
+def _memory(report: Report) -> PageSection:
     kinds = {name: np.asarray(x, float) for name, x in report.memory.items() if np.any(np.asarray(x) > 0)}
     rows = [
         [str(stage), *(f"{x / 1e9:.2f}" for x in (*sizes, sum(sizes)))]
@@ -373,7 +382,7 @@ def _memory(report: Report) -> Section:
     rejected = range(1, len(report.rejected) + 1)
     notes = [f"Plan {n} was not chosen: it does not fit in memory once compiled." for n in rejected]
     words = f"{memory_words(report)}. {_MEMORY_WORDS} {words[0].upper()}{words[1:]}."
-    return Section("Memory", words, ("memory",), tuple(tables), tuple(notes))
+    return PageSection("Memory", words, ("memory",), tuple(tables), tuple(notes))
 
 
 def _explained(report: Report) -> tuple[HtmlTable, ...]:
