@@ -246,7 +246,9 @@ def _matrix(title: str, names: list[str], cells: list[Array], users: list[str], 
     data = _rows(columns)
     look = [{"calculate": f"names[datum.{end}]", "as": f"{end}_name"} for end in ("from", "to")]
     axis: Spec | None = (
-        {"labelExpr": "names[datum.value]", "ticks": False, "labelFontSize": 10} if n <= _NAMED else None
+        {"labelExpr": "names[datum.value]", "ticks": False, "labelFontSize": 10, "labelLimit": 110}
+        if n <= _NAMED
+        else None
     )
     x = _field("to", "ordinal", axis=axis and {**axis, "orient": "top", "labelAngle": -90})
     y = _field("from", "ordinal", axis=axis)
