@@ -104,6 +104,13 @@ start_downloads() {
   downloads=$!
 }
 
+# Install the browser in which the plan's page is tested, where that is possible; the tests say so where it is not there.
+install_browser() {
+  command -v chromedriver > /dev/null || [[ $(id -u) != 0 ]] || ! command -v apt-get > /dev/null ||
+    (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends \
+      chromium chromium-driver) > /dev/null || echo "no browser could be installed"
+}
+
 # Run a command in the environment of the newer Python, or say that there is none.
 on_newer() {
   if [[ -n $newer ]]; then
