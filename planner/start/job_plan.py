@@ -16,7 +16,16 @@ import jax
 import numpy as np
 
 from paxtrain import files, tables
-from paxtrain.config import Config, MeshConfig, OuterConfig, PipelineConfig, from_dict, read_section
+from paxtrain.config import (
+    BatchConfig,
+    CompressConfig,
+    Config,
+    MeshConfig,
+    OuterConfig,
+    PipelineConfig,
+    from_dict,
+    read_section,
+)
 from paxtrain.config import plan as plans
 from paxtrain.config.axes import in_words
 from paxtrain.config.plan import Plan
@@ -97,7 +106,13 @@ class Decision:
 
 
 def measurable(values: Mapping[str, Any]) -> Config:
-    """Return the configuration without what a plan decides, as it is measured whatever its mesh is."""
+    """Return the configuration without what a plan decides, as it is measured whatever its mesh is.
+
+    Raises:
+        UserError: a value makes no sense, also in a section that a plan decides.
+    """
+    for name, kind in (("mesh", MeshConfig), ("batch", BatchConfig), ("compress", CompressConfig)):
+        read_section(kind, values.get(name, {}), name)
     save = read_section(PipelineConfig, values.get("pipeline", {}), "pipeline").save
     return from_dict({**values, "mesh": {}, "pipeline": {"save": save}, "batch": {}, "compress": {}, "outer": {}})
 

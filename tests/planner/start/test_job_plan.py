@@ -239,6 +239,13 @@ def test_bad_flags_and_sections_are_found_before_anything_is_measured():
         PlanOptions(schedules=("zigzag",))
 
 
+@pytest.mark.parametrize("section", [{"mesh": {"context": 2**64}}, {"batch": {"micro_batch": -1}}])
+def test_nonsense_that_a_plan_replaces_is_refused(section):
+    [(name, values)] = section.items()
+    with pytest.raises(UserError, match=rf"^{name}\.{next(iter(values))} m"):
+        job_plan.measurable({"model": MODEL} | section)
+
+
 @pytest.mark.once
 def test_nodes_without_a_profile_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(compute_timing, "_LEAST", 0.002)
