@@ -181,7 +181,7 @@ def test_the_end_tells_everything(finished):
         assert re.search(rf"{what} +{re.escape(str(out / name))}\n", stdout)
         assert (out / name).exists()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    sample = sampling.sample(out, "\n", 20, seed=0)
+    sample = sampling.printable(sampling.sample(out, "\n", 20, seed=0))
     after = stdout.split("a sample:\n")[1].removeprefix(sample + "\n").splitlines()
     assert [line.split("  ")[1] for line in after] == ["to go on", "learning rate", "to sample", "to export"]
     assert f" -m paxtrain.train --config={out}/config.json --config.run.steps={2 * STEPS}" in after[0]
