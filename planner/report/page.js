@@ -122,7 +122,8 @@
     body.replaceChildren(...quickest.map((i) => {
       const line = make("tr", undefined, { "data-i": i });
       const at = chosen.indexOf(i), cell = make("td");
-      const button = make("button", at < 0 ? "compare" : `is ${"AB"[at]}`, { "aria-label": `compare ${plan(i)}` });
+      const told = { "aria-label": `compare ${plan(i)}`, "aria-pressed": at >= 0 };
+      const button = make("button", at < 0 ? "compare" : `is ${"AB"[at]}`, told);
       button.addEventListener("click", () => choose(i));
       cell.append(button);
       line.append(cell, ...[plan(i), took(i), memory(i)].map((words) => make("td", words, { class: "words" })));
@@ -132,7 +133,9 @@
 
   const choose = (i) => {
     chosen = chosen.includes(i) ? chosen.filter((other) => other !== i) : [...chosen, i].slice(-2);
+    const held = document.activeElement?.closest("#quickest");
     list();
+    if (held) document.querySelector(`#quickest tr[data-i="${i}"] button`)?.focus(); // it is another button now
     compare();
   };
 

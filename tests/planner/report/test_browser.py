@@ -167,7 +167,9 @@ def test_hovering_shows_the_plan_its_terms_and_its_command(browser, found):
 def test_two_plans_are_compared_as_the_simulation_says(browser, found):
     ranked = found.report.outcome.ranked
     for index in (ranked[0].index, ranked[1].index):
-        browser.find_element("css selector", f"#quickest tr[data-i='{index}'] button").click()
+        browser.find_element("css selector", f"#quickest tr[data-i='{index}'] button").send_keys("\n")
+        held = browser.switch_to.active_element  # the button is drawn anew, and the keyboard stays at it
+        assert held.get_attribute("aria-pressed") == "true" and held.text in ("is A", "is B")
     lines = [row.text for row in browser.find_elements("css selector", "#compared tr")]
     seconds = [simulated(found.report, f) for f in ranked[:2]]
     shown = re.findall(r"([\d.]+) (m?s)\b(?! to)", next(line for line in lines if line.startswith("step")))
