@@ -8,6 +8,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from absl import flags
@@ -23,6 +24,7 @@ from planner.cluster.cluster import Cluster
 from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions
 from planner.planning.planning import PLAN, REPORT, Plans, plan_sections
+from planner.report import page
 
 HINT = "overrides are written --model.section.key=value"
 
@@ -44,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
     values, out = planning_flags.decided_values(), pathlib.Path(f.out)
     cluster, options = planning_flags.cluster(), planning_flags.options(oracle=f.oracle)
     _check_writable(out)
+    threading.Thread(target=page.library).start()  # what a machine's first page waits for, beside the search
     with tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False) as bar:
         bar.set_description_str("reading the model and bounding the candidates")
         told: list[str] = []

@@ -96,7 +96,7 @@ class PageSection(NamedTuple):
 
 
 @functools.cache
-def _library() -> str:
+def library() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as a script, which takes seconds to make and so is kept in the cache."""
     key = ["vega", importlib.metadata.version("vl-convert-python")]
     path = files.kept_file("page", key)
@@ -168,7 +168,7 @@ def page(report: Report) -> str:
         charts=drawn,
         style=_script((_HERE / "page.css").read_text()),
         data=_script(data.replace("<", "\\u003c")),
-        library=_script(_library()),
+        library=_script(library()),
         behavior=_script((_HERE / "page.js").read_text()),
     )
 
