@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from compress.codec import Codec, Identity, Wire
 from paxtrain.attention import blocks
 from paxtrain.attention.blocks import Marks, Rule, Seen
 
@@ -35,10 +36,25 @@ class KeyExchange(NamedTuple):
     Attributes:
         axis: mesh axis that splits the sequence.
         form: "ring" or "gather".
+        codec: codec of the keys and values that travel. Each device encodes its own once in F and once in B, and
+            others pass the wires on as they are, so that the error does not grow with the distance. Its own tokens see
+            them as they are, and gradients travel as they are.
     """
 
     axis: str
     form: str
+    codec: Codec = Identity()
+
+    def encode(self, pair: _KeysValues) -> tuple[Wire, ...]:
+        """Return the wires of a device's keys and values; each is a first message, so no error is fed back."""
+        with jax.named_scope("compression"):
+            return tuple(self.codec.encode(self.codec.init(x.shape, x.dtype), x)[0] for x in pair)
+
+    def decode(self, wires: tuple[Wire, ...], like: _KeysValues) -> _KeysValues:
+        """Return the keys and values that the wires encode."""
+        with jax.named_scope("compression"):
+            keys, values = (self.codec.decode(wire, x) for wire, x in zip(wires, like, strict=True))
+        return keys, values
 
 
 def part(x: jax.Array, dim: int, rank: jax.Array, ranks: int) -> jax.Array:
@@ -256,18 +272,23 @@ def _visit(exchange: KeyExchange, pair: _KeysValues, turn: Callable[[Any, _KeysV
         found: the first value.
     """
     axis, ranks = exchange.axis, lax.axis_size(exchange.axis)
+    wires = exchange.encode(pair)
+
+    def visit(distance: Any, wires: tuple[Wire, ...], found: Any) -> Any:
+        return turn(distance, exchange.decode(wires, pair), found)
+
     if exchange.form == "gather":
-        every, rank = _all(pair, axis), lax.axis_index(axis)
-        return lax.fori_loop(1, ranks, lambda d, found: turn(d, _of(every, (rank - d) % ranks), found), found)
+        every, rank = _all(wires, axis), lax.axis_index(axis)
+        return lax.fori_loop(1, ranks, lambda d, found: visit(d, _of(every, (rank - d) % ranks), found), found)
 
     def body(distance: Any, carry: tuple) -> tuple:
-        pair, found = carry
-        return lax.optimization_barrier((_passed(pair, axis), turn(distance, pair, found)))
+        wires, found = carry
+        return lax.optimization_barrier((_passed(wires, axis), visit(distance, wires, found)))
 
     # Barriers end transfers behind the products that they lie under; XLA would wait for them at once.
-    following, found = lax.optimization_barrier((_passed(pair, axis), found))
-    pair, found = lax.fori_loop(1, ranks - 1, body, (following, found))
-    return turn(ranks - 1, pair, found)
+    following, found = lax.optimization_barrier((_passed(wires, axis), found))
+    wires, found = lax.fori_loop(1, ranks - 1, body, (following, found))
+    return visit(ranks - 1, wires, found)
 
 
 def _visit_back(
@@ -288,14 +309,19 @@ def _visit_back(
     """
     axis, ranks = exchange.axis, lax.axis_size(exchange.axis)
     own = jax.tree.map(lambda x: x.astype(jnp.float32), own)
+    wires = exchange.encode(pair)
+
+    def visit(distance: Any, wires: tuple[Wire, ...], found: Any) -> tuple[Any, _KeysValues]:
+        return turn(distance, exchange.decode(wires, pair), found)
+
     if exchange.form == "gather":
-        every, rank = _all(pair, axis), lax.axis_index(axis)
+        every, rank = _all(wires, axis), lax.axis_index(axis)
         totals = jax.tree.map(lambda x: jnp.zeros((ranks, *x.shape), x.dtype).at[rank].set(x), own)
 
         def one(distance: Any, carry: tuple) -> tuple:
             found, totals = carry
             at = (rank - distance) % ranks
-            found, gradients = turn(distance, _of(every, at), found)
+            found, gradients = visit(distance, _of(every, at), found)
             return found, jax.tree.map(lambda total, x: total.at[at].set(x), totals, gradients)
 
         found, totals = lax.fori_loop(1, ranks, one, (found, totals))
@@ -303,15 +329,15 @@ def _visit_back(
             return found, jax.tree.map(lambda x: lax.psum_scatter(x, axis), totals)
 
     def body(distance: Any, carry: tuple) -> tuple:
-        pair, found, total = carry
+        wires, found, total = carry
         # Neither transfer waits for this turn's products.
-        moved = _passed(pair, axis), _passed(total, axis)
-        (following, arrived), (found, gradients) = lax.optimization_barrier((moved, turn(distance, pair, found)))
+        moved = _passed(wires, axis), _passed(total, axis)
+        (following, arrived), (found, gradients) = lax.optimization_barrier((moved, visit(distance, wires, found)))
         return following, found, jax.tree.map(jnp.add, arrived, gradients)
 
-    following, (found, own) = lax.optimization_barrier((_passed(pair, axis), (found, own)))
-    pair, found, total = lax.fori_loop(1, ranks - 1, body, (following, found, own))
-    arrived, (found, gradients) = lax.optimization_barrier((_passed(total, axis), turn(ranks - 1, pair, found)))
+    following, (found, own) = lax.optimization_barrier((_passed(wires, axis), (found, own)))
+    wires, found, total = lax.fori_loop(1, ranks - 1, body, (following, found, own))
+    arrived, (found, gradients) = lax.optimization_barrier((_passed(total, axis), visit(ranks - 1, wires, found)))
     return found, _passed(jax.tree.map(jnp.add, arrived, gradients), axis)
 
 

@@ -281,6 +281,14 @@ class ExchangesConfig(PlaceConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class ContextConfig(PlaceConfig):
+    """Keys and values that devices of a context group send each other, as a ring or gathered (mesh.context_form)."""
+
+    place = "context"
+    dense = "keys and values are not close to any low rank"
+
+
+@dataclasses.dataclass(frozen=True)
 class CompressConfig(Checked):
     """Compression of what crosses the links; low rank is Optimus-CC's (Song et al. 2023).
 
@@ -291,6 +299,7 @@ class CompressConfig(Checked):
         embedding: gradients of the vocabulary's table and of positions.
         weights: weights that are gathered over data.
         outer: differences that groups exchange.
+        context: keys and values that devices of a context group send each other.
         error: form of lazy error propagation, which adds the error of a compressed message to the next one on its link:
             "lazy" (kept as factors, the fewest bytes), "explicit", or "none".
         factors: dtype of low rank's factors on the wire between stages: "float32", "bfloat16", "int8" (a scale per
@@ -306,6 +315,7 @@ class CompressConfig(Checked):
     embedding: TablesConfig = TablesConfig()
     weights: WeightsConfig = WeightsConfig()
     outer: ExchangesConfig = ExchangesConfig()
+    context: ContextConfig = ContextConfig()
     error: str = "lazy"
     factors: str = "auto"
     min_ratio: float = 2.0

@@ -91,6 +91,7 @@ class Config(Checked):
         self._check_outer()
         self._check_inside()
         self._check_weights()
+        self._check_keys()
         self._check_shard()
 
     def _check_split(self) -> None:
@@ -304,6 +305,18 @@ class Config(Checked):
             f"compress.weights.codec={codec} needs mesh.shard=optimizer or more, and weights that are {what}",
             ({"mesh.shard": "optimizer"} | way for way in (self._larger_groups() if data == groups else [{}])),
             {"compress.weights": OUT},
+        )
+
+    def _check_keys(self) -> None:
+        """Require that devices send each other keys and values, if a codec is to encode them."""
+        codec, mesh = self.compress.context.codec, self.mesh
+        require(
+            not codec or (mesh.context > 1 and mesh.context_form != "heads"),
+            f"compress.context.codec={codec} takes the keys and values that devices which share sequences send each "
+            f"other, but mesh.context={mesh.context}"
+            + (f" and mesh.context_form={mesh.context_form}" if mesh.context > 1 else ""),
+            each("mesh.context_form", ("ring", "gather")) if mesh.context > 1 else {"mesh.context": 2},
+            {"compress.context": OUT},
         )
 
     def _check_shard(self) -> None:

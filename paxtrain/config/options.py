@@ -2,7 +2,7 @@
 
 PLACES = ("backward", "forward", "data")  # what can go through a codec, low rank's or another
 LINKED = ("backward", "forward")  # those of the messages between stages, which may be compressed on some links only
-OTHERS = ("weights", "outer", "embedding")  # what can go through another only
+OTHERS = ("weights", "outer", "embedding", "context")  # what can go through another only
 PROBED = (*PLACES, "embedding")  # what a probe of the loss can tell of
 REDUCED = ("data", "outer")  # what a reducer can take in place of a codec
 

@@ -116,9 +116,10 @@ def attend(
     length = q.shape[1] * (lax.axis_size(context) if context else 1)
     window = 0 if window >= length else window
     if context and c.group.form != "heads":
+        exchange = split.KeyExchange(context, c.group.form, c.group.codec)
         reach = None if not window else jnp.int32(window) if local is None else jnp.where(local, window, length)
         rule = Rule(scale or q.shape[-1] ** -0.5, cap, c.config.attention == "cudnn" and not cap)
-        return _flat(split.attend(q, k, v, c.starts, reach, split.KeyExchange(context, c.group.form), rule))
+        return _flat(split.attend(q, k, v, c.starts, reach, exchange, rule))
     if context:
         q, k, v = (split.to_heads(x, context) for x in (q, k, v))
     # The plain model leaves "auto" as it is, which means XLA's attention here.

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from compress.codec import Codec, Identity
 from compress.collectives import reduce_scatter
 from paxtrain.attention import split
 from paxtrain.config.axes import AXES, TENSOR, layer_sizes
@@ -86,25 +87,31 @@ class Group(NamedTuple):
         sequence: whether each device has only a part of the sequence between the split matrices.
         others: further axes of several devices that split layers, for layers that ask for them.
         form: how devices of a context group see each other's tokens, see MeshConfig.context_form.
+        codec: codec of the keys and values that these devices send each other.
     """
 
     axis: str | None = None
     sequence: bool = False
     others: tuple[str, ...] = ()
     form: str = "ring"
+    codec: Codec = Identity()
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int], sequence: bool, form: str = "ring") -> "Group":
+    def of(
+        cls, sizes: Mapping[str, int], sequence: bool, form: str = "ring", codec: Codec = Identity()
+    ) -> "Group":
         """Return the split of a layer over axes of some sizes.
 
         Args:
             sizes: sizes of axes by name.
             sequence: whether tensor splits the sequence between the split matrices.
             form: how devices of a context group see each other's tokens.
+            codec: codec of the keys and values that these devices send each other.
         """
         several = layer_sizes(sizes)
         others = tuple(axis for axis in several if axis != TENSOR)
-        return cls(TENSOR, sequence, others, form) if TENSOR in several else cls(others=others, form=form)
+        split = (TENSOR, sequence) if TENSOR in several else (None, False)
+        return cls(*split, others, form, codec)
 
     def over(self, axis: str) -> "Group":
         """Return the split over another axis by its name, which is none if it has one device."""

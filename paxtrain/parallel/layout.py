@@ -28,12 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from compress.codec import Codec, Identity
 from compress.collectives import Axis
 from paxtrain.config import Config
 from paxtrain.config.axes import AXES, DATA, PIPE, REPLICA, replica_axes
 from paxtrain.model import parameters, transformer
 from paxtrain.model.spec import Parameter, Params
 from paxtrain.model.tensor_parallel import Group
+from paxtrain.parallel.compression.named import named_codec
 from paxtrain.pipeline.program import Program
 from paxtrain.schedule.layer_slots import filled, shared_slots
 from paxtrain.schedule.stage_map import StageMap
@@ -122,6 +124,12 @@ class Layout:
         return np.array([number[layer] for layer in layers.tolist()])
 
     @functools.cached_property
+    def keys_codec(self) -> Codec:
+        """Codec of the keys and values that devices of a context group send each other."""
+        compress = self.config.compress
+        return named_codec(compress, "context") if compress.context.codec else Identity()
+
+    @functools.cached_property
     def program(self) -> Program:
         """Program of the pipeline's stages."""
         config = self.config
@@ -133,7 +141,9 @@ class Layout:
             save=config.pipeline.save,
             scan_layers=config.pipeline.scans(self.counts),
             splits=config.pipeline.spec.splits and self.stages > 1,
-            group=Group.of(config.mesh.sizes, config.mesh.sequence_parallel, config.mesh.context_form),
+            group=Group.of(
+                config.mesh.sizes, config.mesh.sequence_parallel, config.mesh.context_form, self.keys_codec
+            ),
             pipe=PIPE if self.stages > 1 else None,
             data=DATA if config.uneven else None,
         )

@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from compress import Codec
+from compress.codec import Identity
 from paxtrain.config import Config
 from paxtrain.config.axes import PIPE, batch_axes, token_axes
 from paxtrain.errors import UserError
@@ -317,7 +318,7 @@ class Trainer:
             tokens: The data rank's part of the batch, int32 [rows / data, sequence + 1].
             key: Key of dropout, uint32 [2]; None without dropout.
             splits: Whether the backward can run in two parts even if the schedule does not split it.
-            exact: Whether weights are gathered as they are, although the configuration has a codec for them.
+            exact: Whether weights, and keys and values, travel as they are, although there are codecs for them.
             reduction: Reduction of the gradients, if this is a training step.
         """
         c = self.config
@@ -326,6 +327,8 @@ class Trainer:
         codec = None if exact else self.compression.weights_codec
         held = held_by(self.compression, codec, reduction)
         program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
+        if exact:
+            program = dataclasses.replace(program, group=program.group._replace(codec=Identity()))
         return Stage(program, gather_weights(self.layout, params, codec), tokens, key, share, held)
 
     def _data_rank(self) -> jax.Array:

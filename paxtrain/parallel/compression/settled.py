@@ -86,6 +86,13 @@ class Compression:
         return self.backward != "none" or self.forward != "none"
 
     @property
+    def keys(self) -> tuple[int, ...]:
+        """Shape of the keys, and of the values, that devices of a context group send each other."""
+        c = self.config
+        heads = c.model.key_value_heads // c.mesh.tensor
+        return c.batch.micro_batch, c.model.sequence // c.mesh.context, heads, c.model.head_dim
+
+    @property
     def message(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of what crosses a link between stages, [B, S, H], or a device's part of the sequence."""
         c = self.config
@@ -447,4 +454,7 @@ class Compression:
             rows.append(("embedding's gradients", self.tables.describe()))
         if self.weights_codec is not None:
             rows.append(("weights over data", f"kernels: {codec_name(self.weights_codec)}"))
+        if c.context.codec:
+            text = self.layout.keys_codec.describe(self.keys, self.config.model.dtype)
+            rows.append(("keys and values", f"of others' tokens: {text}"))
         return rows

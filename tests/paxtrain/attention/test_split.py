@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compress.codec import Codec, Identity
+from compress.codecs.quantised import QuantisedBlocks
 from paxtrain.attention import blocks, split
 from paxtrain.attention.blocks import Rule
 
@@ -61,10 +63,12 @@ def together(x: jax.Array) -> jax.Array:
     return jnp.concatenate(list(x), axis=1)[:, order]
 
 
-def all_devices(form: str, ranks: int, documents: bool, window: int, cap: float) -> list[jax.Array]:
+def all_devices(
+    form: str, ranks: int, documents: bool, window: int, cap: float, codec: Codec = Identity()
+) -> list[jax.Array]:
     """Return attention and its gradients, of devices that a mapped axis emulates."""
     q, k, v, g = (devices(x, ranks) for x in drawn())
-    rule, exchange = Rule(SCALE, cap), split.KeyExchange("context", form)
+    rule, exchange = Rule(SCALE, cap), split.KeyExchange("context", form, codec)
     marks, reach = starts() if documents else None, jnp.int32(window) if window else None
 
     @functools.partial(jax.vmap, axis_name="context")
@@ -79,6 +83,43 @@ def one_device(documents: bool, window: int, cap: float) -> tuple[jax.Array, ...
     q, k, v, g = drawn()
     out, pull = jax.vjp(lambda q, k, v: plain(q, k, v, hidden(documents, window), cap), q, k, v)
     return out, *pull(g)
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """Return what int8 in blocks of 16 makes of numbers, by its definition; gradients pass through."""
+    blocks = x.reshape(-1, 16)
+    scale = (jnp.abs(blocks).max(1, keepdims=True) / 127).astype(jnp.bfloat16).astype(jnp.float32)
+    return x + jax.lax.stop_gradient((jnp.clip(jnp.round(blocks / scale), -127, 127) * scale).reshape(x.shape) - x)
+
+
+def of_rounded(ranks: int, documents: bool, window: int, cap: float) -> tuple[jax.Array, ...]:
+    """Return attention and its gradients if each device sees keys and values of others' tokens as int8 leaves them."""
+    q, k, v, g = drawn()
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        parts = []
+        for rank in range(ranks):
+            seen = (
+                together(jnp.stack([one if other == rank else rounded(one) for other, one in enumerate(each)]))
+                for each in (devices(k, ranks), devices(v, ranks))
+            )
+            parts.append(devices(plain(q, *seen, hidden(documents, window), cap), ranks)[rank])
+        return together(jnp.stack(parts))
+
+    out, pull = jax.vjp(attention, q, k, v)
+    return out, *pull(g)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("ranks", "documents", "window", "cap"), [(2, True, 11, 0.9), (4, False, 0, 0.0)])
+def test_others_keys_and_values_go_through_a_codec_once_however_far_they_travel(form, ranks, documents, window, cap):
+    how = ranks, documents, window, cap
+    found, wanted = all_devices(form, *how, QuantisedBlocks(8, 16)), of_rounded(*how)
+    as_is = all_devices(form, *how)
+    for one, other, before in zip(found, wanted, as_is, strict=True):
+        largest = float(jnp.abs(other).max())
+        np.testing.assert_allclose(one, other, atol=2e-5 * largest)
+        assert float(jnp.abs(one - before).max()) > 1e-3 * largest  # the control: the codec shows
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -60,6 +60,7 @@ CASES = {
     "data: weights of another set": {"data.train": "a=x,b=y", "data.weights": "a=1,c=1"},
     "data: too few weights": {"data.train": "a=x,b=y", "data.weights": "a=1"},
     "compress: low rank of weights": {"compress.weights.codec": "lowrank", "mesh.data": 2},
+    "compress: low rank of keys": {"compress.context.codec": "lowrank", "mesh.context": 2},
     "compress: options of no codec": {"compress.outer.options": {"block": 3}},
     "compress: options of low rank": {"compress.backward.options": {"block": 3}},
     "compress: ranks of another codec": {
@@ -160,6 +161,8 @@ CASES = {
     },
     "shards of tables": {"mesh.shard": "weights", "mesh.data": 2, "compress.embedding.codec": "int8"},
     "shards of tables apart": {"mesh.shard": "weights", "mesh.pipe": 2, "compress.embedding.sync": "unfused"},
+    "keys of one device": {"compress.context.codec": "int8"},
+    "keys of heads": {"compress.context.codec": "fp8", "mesh.context": 2, "mesh.context_form": "heads"},
     "weights of two groups": {"compress.weights.codec": "int8", "outer.groups": 2} | GROUPS | {"mesh.data": 2},
 }  # fmt: skip
 # Words of the rules about one setting: its range, its choices or its form.
