@@ -13,6 +13,8 @@ from paxtrain.errors import UserError
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute
 from planner.cost.candidate import Candidate, host_order
+from planner.cost.coded import coded
+from planner.cost.compute import LAUNCH
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from planner.memory import closed_form
@@ -23,6 +25,7 @@ from planner.search.enumeration import enumerate_candidates
 from planner.search.search import Options, Search
 from planner.search.space import Choices
 from tests import small
+from tests.compress_settings import compression
 from tests.planner.examples import cluster
 
 LINK = 1e-5, 1e11  # seconds and bytes/s inside a host
@@ -97,6 +100,49 @@ def test_each_form_sends_what_it_says():
                 assert one.axes == ("context",)
                 found[one.kind] = found.get(one.kind, 0.0) + one.times * one.bytes.of(1)
             assert found == sent, form
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_codes_and_scales_travel_in_place_of_keys_and_values(name):
+    """Keys and values of bfloat16 as bytes, with a scale of two for 64; work is the codec's passes, by hand."""
+    codec = coded(compression(context_codec=name)).context
+    keys = LONG.sequence // 4 * 2 * LONG.head_dim
+    for form, kind, times in (("ring", "collective-permute", 3), ("gather", "all-gather", 1)):
+        plain, mine = (layer_program(LONG, layer_sizes(SPLIT, form, one), False, "residuals") for one in (None, codec))
+        for work, before in ((mine.forward, plain.forward), (mine.backward, plain.backward)):
+            sent, sent_before = (
+                sum(one.times * one.bytes.of(1) for one in each.collectives if one.kind == kind)
+                for each in (work, before)
+            )
+            assert sent_before - sent == times * 2 * keys * (2 - (1 + 2 / 64))
+            assert work.products == before.products
+    encode, decode, launches = codec.passes()
+    work = 2 * 2 * keys * (encode + 3 * decode) / (0.8 * SHEETS["h100"].bandwidth) + 2 * 4 * launches * LAUNCH
+    plain, mine = (
+        compute.sheet(LONG, SHEETS["h100"], layer_sizes(SPLIT, "ring", one), 1, "residuals", (0.0, 1e30))
+        for one in (None, codec)
+    )
+    assert mine.forward - plain.forward == pytest.approx(work, rel=1e-3)
+    assert mine.backward - plain.backward == pytest.approx(work, rel=1e-3)
+    heads = layer_sizes(SPLIT, "heads", codec)
+    assert heads == layer_sizes(SPLIT, "heads") != layer_sizes(SPLIT, "ring", codec) != layer_sizes(SPLIT, "ring")
+
+
+def test_a_codec_of_keys_makes_a_step_quicker_on_slow_links_alone():
+    codecs = coded(compression(context_codec="int8"))
+    gains = []
+    for links in ({}, {"links": {"alpha": [[1e-5]], "bandwidth": [[3e9]]}}):
+        some = cluster(1, 8, **links)
+        choices = dataclasses.replace(CHOICES, others=(("context", (8,)),))
+        best = [
+            Search(some, LONG, 8, each, Budget(margin=False, usable=1e6), Options(uneven=False)).run(top=1, placed=1)
+            for each in (choices, dataclasses.replace(choices, coded=codecs))
+        ]
+        plain, mine = (found.ranked[0] for found in best)
+        assert mine.candidate.compresses_keys and not plain.candidate.compresses_keys
+        gains.append(plain.seconds / mine.seconds)
+        assert text.compression(mine.candidate) == "ctxint8"
+    assert gains[0] < 1.0 < 1.05 < gains[1]
 
 
 def test_a_gather_lies_under_the_attention_to_a_devices_own_tokens():

@@ -101,17 +101,21 @@ class AxisSizes(dict[str, int]):
 
     Attributes:
         form: how devices that share sequences see each other's tokens, see MeshConfig.context_form; "" without them.
+        codec: compress.Codec of the keys and values that they send each other; None: these travel as they are.
     """
 
-    def __init__(self, sizes: Mapping[str, int] = types.MappingProxyType({}), form: str = "") -> None:
+    def __init__(
+        self, sizes: Mapping[str, int] = types.MappingProxyType({}), form: str = "", codec: Any = None
+    ) -> None:
         super().__init__(sizes)
-        self.form = form
+        self.form, self.codec = form, codec
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash((frozenset(self.items()), self.form))
+        return hash((frozenset(self.items()), self.form, self.codec))
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self.form == getattr(other, "form", "")
+        same = (self.form, self.codec) == (getattr(other, "form", ""), getattr(other, "codec", None))
+        return super().__eq__(other) and same
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -125,15 +129,18 @@ def layer_axes() -> tuple[str, ...]:
     return tuple(name for name, axis in AXES.items() if axis.waits == "layer" or {*axis.dims} - {*AXES[PIPE].dims})
 
 
-def layer_sizes(sizes: Mapping[str, int], form: str = "") -> AxisSizes:
+def layer_sizes(sizes: Mapping[str, int], form: str = "", codec: Any = None) -> AxisSizes:
     """Return the sizes of those of `layer_axes` that have several devices, in the order of the mesh.
 
     Args:
         sizes: sizes of axes by name.
         form: MeshConfig.context_form, which counts if devices share sequences.
+        codec: compress.Codec of their keys and values, which counts if these travel.
     """
     several = {name: sizes[name] for name in layer_axes() if sizes.get(name, 1) > 1}
-    return AxisSizes(several, form if sequence_parts(several) > 1 else "")
+    if sequence_parts(several) == 1:
+        return AxisSizes(several)
+    return AxisSizes(several, form, None if form == "heads" else codec)
 
 
 def parts(dim: str, sizes: Mapping[str, Any]) -> Any:

@@ -97,21 +97,19 @@ class Group(NamedTuple):
     codec: Codec = Identity()
 
     @classmethod
-    def of(
-        cls, sizes: Mapping[str, int], sequence: bool, form: str = "ring", codec: Codec = Identity()
-    ) -> "Group":
+    def of(cls, sizes: Mapping[str, int], sequence: bool, form: str = "ring", codec: Codec | None = None) -> "Group":
         """Return the split of a layer over axes of some sizes.
 
         Args:
             sizes: sizes of axes by name.
             sequence: whether tensor splits the sequence between the split matrices.
             form: how devices of a context group see each other's tokens.
-            codec: codec of the keys and values that these devices send each other.
+            codec: codec of the keys and values that these devices send each other; None: these travel as they are.
         """
         several = layer_sizes(sizes)
         others = tuple(axis for axis in several if axis != TENSOR)
-        split = (TENSOR, sequence) if TENSOR in several else (None, False)
-        return cls(*split, others, form, codec)
+        axis, parts = (TENSOR, sequence) if TENSOR in several else (None, False)
+        return cls(axis, parts, others, form, Identity() if codec is None else codec)
 
     def over(self, axis: str) -> "Group":
         """Return the split over another axis by its name, which is none if it has one device."""

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from compress.codec import Codec, Identity
+from compress.codec import Codec
 from compress.collectives import Axis
 from paxtrain.config import Config
 from paxtrain.config.axes import AXES, DATA, PIPE, REPLICA, replica_axes
@@ -124,10 +124,10 @@ class Layout:
         return np.array([number[layer] for layer in layers.tolist()])
 
     @functools.cached_property
-    def keys_codec(self) -> Codec:
-        """Codec of the keys and values that devices of a context group send each other."""
+    def keys_codec(self) -> Codec | None:
+        """Codec of keys and values between devices of a context group; None: they travel as they are."""
         compress = self.config.compress
-        return named_codec(compress, "context") if compress.context.codec else Identity()
+        return named_codec(compress, "context") if compress.context.codec else None
 
     @functools.cached_property
     def program(self) -> Program:
@@ -141,9 +141,7 @@ class Layout:
             save=config.pipeline.save,
             scan_layers=config.pipeline.scans(self.counts),
             splits=config.pipeline.spec.splits and self.stages > 1,
-            group=Group.of(
-                config.mesh.sizes, config.mesh.sequence_parallel, config.mesh.context_form, self.keys_codec
-            ),
+            group=Group.of(config.mesh.sizes, config.mesh.sequence_parallel, config.mesh.context_form, self.keys_codec),
             pipe=PIPE if self.stages > 1 else None,
             data=DATA if config.uneven else None,
         )

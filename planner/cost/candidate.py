@@ -108,7 +108,7 @@ class Candidate:
     @functools.cached_property
     def layer_sizes(self) -> AxisSizes:
         """Sizes of the axes that split a layer or for which it waits, without those of one device."""
-        return layer_sizes(self.sizes, self.context_form)
+        return layer_sizes(self.sizes, self.context_form, self.coded.context)
 
     @functools.cached_property
     def seat(self) -> int:
@@ -181,6 +181,11 @@ class Candidate:
     def compresses_weights(self) -> bool:
         """Return whether layers' kernels are compressed as they are gathered over data."""
         return self.coded.weights is not None and self.zero1 and self.together > 1
+
+    @property
+    def compresses_keys(self) -> bool:
+        """Return whether keys and values that devices of a context group send each other are compressed."""
+        return self.layer_sizes.codec is not None
 
     @property
     def compresses_embedding(self) -> bool:

@@ -63,6 +63,7 @@ class Coded:
         weights: compress.Codec of the layers' kernels as they are gathered; None: they are gathered as they are.
         outer: compress.Reducer of the differences that groups exchange; None: they travel as they are.
         embedding: compress.Codec of the embedding's gradients; None: they travel as they are.
+        context: compress.Codec of the keys and values of devices that share sequences; None: they travel as they are.
         tied: whether the first and the last stage exchange these, because the head uses the embedding's table.
         inside: CompressConfig.data_inside, data ranks of a group inside which gradients are summed as they are.
         error: CompressConfig.error, what low rank does with the errors of messages between stages.
@@ -77,6 +78,7 @@ class Coded:
     weights: "Codec | None" = None
     outer: "Reducer | None" = None
     embedding: "Codec | None" = None
+    context: "Codec | None" = None
     tied: bool = True
     inside: int = 1
     error: str = "lazy"
@@ -201,6 +203,10 @@ class Coded:
             return ""
         parts = [_weights_part(shape, members) for shape in shapes]
         return _first(_message_problem(self.weights, part, dtype, 0.0) for part in parts)
+
+    def keys_problem(self, shape: tuple[int, ...], dtype: str) -> str:
+        """Return why the trainer would refuse to send keys and values of a shape through their codec; "" if not."""
+        return "" if self.context is None else _message_problem(self.context, shape, dtype, 0.0)
 
     def outer_problem(self, shapes: Sequence[tuple[int, int]], groups: int, min_ratio: float) -> str:
         """Return why the trainer would refuse to exchange matrices between groups through their codec; "" if not.

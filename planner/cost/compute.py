@@ -203,7 +203,7 @@ class _Layer:
         2022), as an all-to-all does. Messages to a neighbour lie under attention, of `under` seconds, and a gather of
         others' tokens under the attention to a device's own.
         """
-        total = hops = gathers = 0.0
+        total, hops, gathers = self.coding(work), 0.0, 0.0
         for one in work.collectives:
             members = math.prod(self.mesh.get(axis, 1) for axis in one.axes)
             size = one.bytes.of(self.micro_batch) * (members if one.kind == "all-gather" else 1)
@@ -215,6 +215,17 @@ class _Layer:
             else:
                 total += one.times * (whole if one.kind == "all-reduce" else whole / 2)
         return total + np.maximum(hops - under, 0.0) + np.maximum(gathers - under / sequence_parts(self.mesh), 0.0)
+
+    def coding(self, work: Work) -> float:
+        """Return the seconds in which a codec encodes a device's keys and values once and decodes each other's."""
+        codec, devices = self.mesh.codec, sequence_parts(self.mesh)
+        travel = any(AXES[axis].sequence for one in work.collectives for axis in one.axes)
+        if codec is None or not travel or self.model.module:  # whose passes are read, those of codecs, too
+            return 0.0
+        encode, decode, launches = codec.passes()
+        heads = self.model.key_value_heads // parts("kv_heads", self.mesh)
+        pair = 2 * self.micro_batch * self.model.sequence // devices * heads * self.model.head_dim * self.rates.item
+        return pair * (encode + (devices - 1) * decode) / self.rates.memory + 2 * devices * launches * LAUNCH
 
     def launched(self, busy: float, launches: float, exchanged: float) -> float:
         """Return the seconds of kernels and collectives; the latter lie under launches if a host runs ahead of both."""

@@ -122,7 +122,7 @@ def _of_layer(shape: Shape, save: str, size: Callable[[LayerProgram], Bytes], ki
     found = np.zeros(batch.shape)
     for one in set(zip(*(x.ravel().tolist() for x in how))):
         *sizes, form, sequence = one
-        mesh = layer_sizes(dict(zip(names, sizes)), CONTEXT_FORMS[form])
+        mesh = layer_sizes(dict(zip(names, sizes)), CONTEXT_FORMS[form], shape.coded.context)
         here = size(layer_program(shape.model, mesh, sequence == 1, save, kind))
         same = functools.reduce(np.logical_and, [x == value for x, value in zip(how, one)])
         found = np.where(same, here.of(batch), found)

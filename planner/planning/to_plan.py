@@ -108,6 +108,7 @@ def sections(
             # A table on one stage has no copies to synchronize.
             embedding={**off["embedding"], "sync": "auto" if len(c.stage_map.ends) == 1 else compress.embedding.sync},
             weights=off["weights"],
+            context=off["context"],
         ),
     }
 
@@ -132,6 +133,7 @@ def _codecs(c: Candidate, data: bool) -> dict[str, dict[str, Any]]:
         "forward": c.pipe > 1,
         "data": data,
         "weights": c.zero1 and c.together > 1,
+        "context": c.compresses_keys,
         "embedding": c.compresses_embedding,
     }
     return {place: {} if needed else {"codec": "", "options": NO_OPTIONS} for place, needed in used.items()}

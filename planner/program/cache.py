@@ -56,6 +56,7 @@ def _programs(model: ModelConfig, mesh: AxisSizes, sequence_parallel: bool, kind
         dataclasses.asdict(model),
         mesh,
         mesh.form,
+        repr(mesh.codec),
         sequence_parallel,
         importlib.metadata.version("jax"),
         _fingerprint(),

@@ -127,7 +127,8 @@ def _traces(
     found: dict[str, _Trace] = {}
 
     def device(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> jax.Array:
-        group, arguments = Group.of(mesh, sequence_parallel, mesh.form), (weights, x, index, random, starts)
+        group = Group.of(mesh, sequence_parallel, mesh.form, mesh.codec)
+        arguments = weights, x, index, random, starts
 
         def layer(weights: Params, x: jax.Array, index: jax.Array, random: Dropout | None, starts: Any) -> Any:
             return transformer.layer(weights, x, model, group, random, index, starts, kind)

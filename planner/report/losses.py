@@ -32,8 +32,9 @@ _WHAT = {
     "embedding": "the embedding's gradients",
     "weights": "gathered weights",
     "outer": "differences between groups",
+    "context": "keys and values",
 }
-_UNPROBED = ("weights", "outer")  # what a probe does not compress
+_UNPROBED = ("weights", "outer", "context")  # what a probe does not compress
 _WIDER = {_EPILOGUE: _ALL, _INSIDE: _DATA}  # what includes more messages, or is summed over more ranks
 
 
@@ -173,6 +174,7 @@ def _compressed(c: Candidate) -> list[_Compressed]:
         "embedding": (c.compresses_embedding, "embedding", 0),
         "weights": (c.compresses_weights, "weights", 0),
         "outer": (c.compresses_outer, "outer", 0),
+        "context": (c.compresses_keys, "context", 0),
     }
     found = []
     for place, (used, what, rank) in places.items():

@@ -107,7 +107,8 @@ def compression(candidate: Candidate) -> str:
     weights = f"wgt{codecs['weights']}" if c.compresses_weights else ""
     table = f"emb{codecs['embedding']}" if c.compresses_embedding else ""
     outer = f"out{codecs['outer']}" if c.compresses_outer else ""
-    return "+".join(filter(None, (between, there, over, table, weights, outer))) or "none"
+    keys = f"ctx{codecs['context']}" if c.compresses_keys else ""
+    return "+".join(filter(None, (between, there, over, table, weights, outer, keys))) or "none"
 
 
 def _how(codec: str, rank: int) -> str:
@@ -147,6 +148,8 @@ def compression_words(candidate: Candidate) -> str:
         parts.append(f"the embedding's gradients compressed by {c.coded.name('embedding')}")
     if c.compresses_weights:
         parts.append(f"weights that are gathered over data compressed by {c.coded.name('weights')}")
+    if c.compresses_keys:
+        parts.append(f"keys and values of tokens on other devices compressed by {c.coded.name('context')}")
     if c.compresses_outer:
         parts.append(f"differences between groups compressed by {c.coded.name('outer')}")
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:]))) or "no compression"

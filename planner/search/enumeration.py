@@ -109,6 +109,7 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         slots=-(-model.layers // (values[PIPE] * values["chunks"])),
         together=np.array([data // choices.apart(data) for data in values[DATA].tolist()]),
         others=np.array(others, int).reshape(len(rows), len(more_axes())),
+        codec=choices.coded.context,
     )
 
 
@@ -163,7 +164,11 @@ def _rows(
                 if spec_of(name).place(pipe, chunks).folded:  # messages travel as they are
                     policies = [] if choices.coded.compresses_forward else [one for one in policies if not one[0]]
                 every = itertools.product(saves, shared, context_forms(model, mesh), policies, by_speed)
+                keys = micro_batch, model.sequence // sequence_parts(mesh), model.key_value_heads // tensor
+                problem = choices.coded.keys_problem((*keys, model.head_dim), model.dtype)
                 for save, (shard, group), form, policy, uneven in every:
+                    if sequence_parts(mesh) > 1 and CONTEXT_FORMS[form] != "heads" and not takes(problem):
+                        continue
                     if shard in SUMS and (uneven or (policy[-1] and not _codes_sums(choices, group))):
                         continue
                     how = (schedule, chunks, save, SHARDS.index(shard), group, form, sequence, dtype)

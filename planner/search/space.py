@@ -121,6 +121,7 @@ class Space:
         slots: layer slots of a virtual stage if layers are spread as evenly as they get.
         together: data ranks that train together, those of a group.
         others: [N, A] sizes of the axes besides data, pipe and tensor, in the order of the mesh.
+        codec: compress.Codec of keys and values, see `Coded.context`; all candidates have the same.
     """
 
     data: Array
@@ -143,6 +144,7 @@ class Space:
     slots: Array
     together: Array
     others: Array
+    codec: Any = None
 
     def __len__(self) -> int:
         return len(self.data)
@@ -178,7 +180,9 @@ class Space:
         names = layer_axes()
         columns = [*map(self.column, names), self.context_form]
         keys, where = np.unique(columns, axis=1, return_inverse=True)
-        found = [layer_sizes(dict(zip(names, sizes)), CONTEXT_FORMS[form]) for *sizes, form in keys.T.tolist()]
+        found = [
+            layer_sizes(dict(zip(names, sizes)), CONTEXT_FORMS[form], self.codec) for *sizes, form in keys.T.tolist()
+        ]
         return found, where.ravel()
 
     def column(self, name: str) -> Array:
@@ -187,7 +191,8 @@ class Space:
 
     def take(self, where: Array) -> "Space":
         """Return some of the candidates."""
-        return Space(**{field.name: getattr(self, field.name)[where] for field in dataclasses.fields(self)})
+        columns = {name: column[where] for name, column in vars(self).items() if isinstance(column, np.ndarray)}
+        return dataclasses.replace(self, **columns)
 
 
 _MEANINGS = {

@@ -138,7 +138,12 @@ BAD_CONFIGURATION = {
     ],
     "rank above a part over data": ["compress.data.codec=remainder", "compress.data.options.rank=1000"],
     "rank above a part of weights": ["compress.weights.codec=remainder", "compress.weights.options.rank=1000"],
-    "rank above keys": ["compress.context.codec=remainder", "compress.context.options.rank=1000", "mesh.context=2"],
+    "rank above keys": [
+        "mesh.data=1",
+        "mesh.context=2",
+        "compress.context.codec=remainder",
+        "compress.context.options.rank=1000",
+    ],
     "low rank of weights": ["compress.weights.codec=lowrank"],
     "codec that saves nothing": ["compress.data.codec=identity"],
     "times": ["compress.data.stage_seconds=1,2"],

@@ -50,8 +50,8 @@ def check(compression: Compression) -> None:
             shard = compression.shards[path]
             part = tuple(n // (shard.members if d == shard.dim else 1) for d, n in enumerate(shape))
             _require_none(refusal(compression.weights_codec, part, compression.config.model.dtype))
-    if compression.config.compress.context.codec:
-        _require_none(refusal(compression.layout.keys_codec, compression.keys, compression.config.model.dtype))
+    if (keys := compression.layout.keys_codec) is not None:
+        _require_none(refusal(keys, compression.keys, compression.config.model.dtype))
 
 
 def _check_link(compression: Compression, place: str, codec: Codec) -> None:

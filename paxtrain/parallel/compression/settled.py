@@ -454,7 +454,7 @@ class Compression:
             rows.append(("embedding's gradients", self.tables.describe()))
         if self.weights_codec is not None:
             rows.append(("weights over data", f"kernels: {codec_name(self.weights_codec)}"))
-        if c.context.codec:
+        if self.layout.keys_codec is not None:
             text = self.layout.keys_codec.describe(self.keys, self.config.model.dtype)
             rows.append(("keys and values", f"of others' tokens: {text}"))
         return rows

@@ -13,7 +13,7 @@ from paxtrain.attention import blocks, split
 from paxtrain.attention.blocks import Rule
 
 SEQUENCE, HEADS, KEY_HEADS, SIZE, SCALE = 32, 4, 2, 8, 0.4
-FORMS = ("ring", "gather")
+FORMS, AS_IS = ("ring", "gather"), Identity()
 
 
 def drawn() -> tuple[jax.Array, ...]:
@@ -64,7 +64,7 @@ def together(x: jax.Array) -> jax.Array:
 
 
 def all_devices(
-    form: str, ranks: int, documents: bool, window: int, cap: float, codec: Codec = Identity()
+    form: str, ranks: int, documents: bool, window: int, cap: float, codec: Codec = AS_IS
 ) -> list[jax.Array]:
     """Return attention and its gradients, of devices that a mapped axis emulates."""
     q, k, v, g = (devices(x, ranks) for x in drawn())
