@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from paxtrain.config import Config, MeshConfig, from_dict, to_dict
+from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.config.axes import MAIN
 from paxtrain.config.load import nested
 from planner.cost.candidate import Candidate
@@ -33,7 +33,7 @@ class Split:
     layers: int = 8
     sequence: int = 32
     hidden: int = 64
-    zero1: bool = True
+    shard: str = "optimizer"
     vocab_multiple: int = 4
     compress: tuple[tuple[str, Any], ...] = ()
 
@@ -54,7 +54,7 @@ class Split:
 
     def values(self, data: str = "runs/data", **run: Any) -> dict[str, Any]:
         """Return the configuration as nested values."""
-        mesh = dict(zip(MAIN, self.mesh)) | {"shard": MeshConfig.of_zero1(self.zero1)}
+        mesh = dict(zip(MAIN, self.mesh)) | {"shard": self.shard}
         return {
             "model": MODEL
             | {"layers": self.layers, "sequence": self.sequence, "hidden": self.hidden}

@@ -24,7 +24,7 @@ from experiments.lab.measuring import compression
 from experiments.lab.models import Split
 from experiments.lab.records import Records
 from experiments.lab.session import ENVIRONMENT, ROOT
-from paxtrain.config import CompressConfig, MeshConfig
+from paxtrain.config import CompressConfig
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import ProbedCodec
 from planner.cluster.cluster import Cluster, between
@@ -90,7 +90,7 @@ def choose(cluster: Cluster, probe: pathlib.Path, seed: int) -> Choice:
         micro_batch=(BASE.micro_batch,),
         schedules=(BASE.schedule,),
         saves=(models.SAVE,),
-        shard=(MeshConfig.of_zero1(BASE.zero1),),
+        shard=(BASE.shard,),
         sequence_parallel="no",
         uneven=False,
         uneven_data="no",

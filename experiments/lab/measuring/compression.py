@@ -53,7 +53,7 @@ def _split(changes: dict) -> Split:
     compress = tuple((_OFF | changes).items())
     # Wide and with few tokens: weights are as large beside messages between stages as in that setting.
     return Split(
-        (2, 4, 2), "1f1b", global_batch=32, micro_batch=2, layers=4, hidden=128, compress=compress, zero1=False
+        (2, 4, 2), "1f1b", global_batch=32, micro_batch=2, layers=4, hidden=128, compress=compress, shard="none"
     )
 
 

@@ -50,7 +50,7 @@ def _split(schedule: str, changes: dict) -> Split:
         layers=4,
         sequence=96,
         hidden=512,
-        zero1=False,
+        shard="none",
         vocab_multiple=128,
         compress=tuple(({"embedding.sync": "unfused"} | _RANKS | changes).items()),
     )

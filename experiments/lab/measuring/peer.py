@@ -50,12 +50,12 @@ class Real(Split):
     layers: int = 8
     hidden: int = 128
     sequence: int = 64
-    zero1: bool = False
+    shard: str = "none"
 
     @property
     def name(self) -> str:
         """A short name that differs between splits."""
-        return f"{super().name} {'zero1' if self.zero1 else 'replicated'}"
+        return f"{super().name} {'replicated' if self.shard == 'none' else self.shard}"
 
     def values(self, data: str = "runs/data", **run: Any) -> dict[str, Any]:
         """Return the configuration as nested values."""
@@ -72,7 +72,7 @@ def kinds(mesh: tuple[int, int, int], **sizes: int) -> dict[str, Real]:
     return {
         "1f1b": Real(mesh, "1f1b", **sizes),
         DENSE: Real(mesh, **sizes),
-        "eager_1f1b, ZeRO-1": Real(mesh, zero1=True, **sizes),
+        "eager_1f1b, ZeRO-1": Real(mesh, shard="optimizer", **sizes),
         INT8: Real(mesh, compress=tuple(int8.items()), **sizes),
         LOW_RANK: Real(mesh, compress=tuple(low_rank.items()), **sizes),
     }

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
     ("arguments", "words"),
     [
         (["--experiments=placement"], "--experiments=placement is unknown; known are links, growth, schedules"),
-        (["--data=nowhere"], "there is no train.idx in --data=nowhere; make it: python -m paxtrain.prepare"),
+        (["--data=nowhere"], "there is no train.idx in --data=nowhere; make it: "),
         (["placements"], "unexpected argument 'placements'"),
     ],
 )
