@@ -12,7 +12,7 @@ _TABLE = {
     "paxtrain/devices": "",
     "paxtrain/process": "",
     "paxtrain/xla": "paxtrain/devices",
-    "paxtrain/attention": "",
+    "paxtrain/attention": "compress",
     "paxtrain/model": "compress paxtrain/attention paxtrain/config",
     "paxtrain/architectures": "paxtrain/config paxtrain/model",
     "paxtrain/pipeline": "compress paxtrain/config paxtrain/model paxtrain/schedule",

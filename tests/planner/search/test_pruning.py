@@ -21,7 +21,7 @@ from planner.pipeline import layer_split
 from planner.placement import bounds as placement_bounds
 from planner.search import pruning
 from planner.search.enumeration import enumerate_candidates
-from planner.search.space import BACKWARD, TRIED, Choices
+from planner.search.space import BACKWARD, COLUMNS, TRIED, Choices
 from tests.planner.examples import MODEL, cluster, placements
 
 SPACE_CHOICES = Choices(
@@ -44,8 +44,7 @@ HETERO = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"], nics=2)
 
 
 def candidate(space, i: int, counts: tuple[int, ...]) -> Candidate:
-    chosen = [f.name for f in dataclasses.fields(space) if f.name not in ("slots", "together", "others")]
-    columns = {name: getattr(space, name)[i].item() for name in chosen}
+    columns = {name: getattr(space, name)[i].item() for name in COLUMNS}
     names = {"save": SAVE_MODES, "backward": BACKWARD, "reduce_dtype": REDUCE_DTYPES, "shard": SHARDS}
     columns |= {key: known[columns[key]] for key, known in names.items()}
     return Candidate(**columns | {"schedule": name_of(columns["schedule"])}, counts=counts)
