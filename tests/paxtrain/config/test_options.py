@@ -65,7 +65,7 @@ def test_a_plan_keeps_codecs(tmp_path):
     [
         ({"backward": {"size": 4}}, ["unknown configuration key compress.backward.size", "known here: codec, links"]),
         ({"backward": "all"}, ["compress.backward must be a mapping, got 'all'"]),
-        ({"data_rank": 4}, ["unknown configuration key compress.data_rank; known here: backward, data"]),
+        ({"data_rank": 4}, ["unknown configuration key compress.data_rank; known here: backward, context, data"]),
         ({"backward": {"options": {"k": 1}}}, ["compress.backward.options.k", "lowrank", "compress.backward.rank"]),
         ({"backward": {"codec": "int8", "ranks": "4"}}, ["backward.ranks=4", "int8", "codec=lowrank"]),
         ({"data": {"codec": "int8", "adapt_every": 5}}, ["data.adapt_every=5", "int8", "codec=lowrank"]),
