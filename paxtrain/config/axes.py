@@ -8,7 +8,7 @@ that a record allows, of data, pipe and the axes inside hosts; its flags have th
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 DATA, PIPE, CONTEXT, TENSOR = "data", "pipe", "context", "tensor"
@@ -94,6 +94,17 @@ def inside_axes() -> tuple[str, ...]:
 def seat_axes() -> tuple[str, ...]:
     """Return the axes whose devices share a host, the innermost one last: those for which layers wait."""
     return tuple(sorted(inside_axes(), key=lambda name: AXES[name].waits == "layer"))
+
+
+def stride(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Return by how many devices neighbours along some axes are apart where those of a seat are numbered.
+
+    Args:
+        axes: names of axes whose devices share a seat.
+        sizes: sizes of axes by name.
+    """
+    nested = seat_axes()
+    return math.prod(sizes.get(name, 1) for name in nested[max(map(nested.index, axes)) + 1 :])
 
 
 class AxisSizes(dict[str, int]):

@@ -173,7 +173,7 @@ class MemoryAnswer:
 
     def _fewest(self) -> str:
         if self.cluster.parts is not None:
-            return "not looked for, since tensor groups span hosts"
+            return "not looked for, since groups span hosts"
         if self.fewest is None:
             return f"of the numbers of devices tried, up to {self.cluster.devices}, none is enough"
         number, devices, use = self.fewest

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -132,6 +132,7 @@ class Cluster:
         deviations: standard deviations of logarithms of constants that were fitted to its runs, by their names in
             planner/fit/constants.py.
         parts: the cluster whose hosts are taken several at a time here, see `merged`.
+        blocks: hosts of `parts` that each host stands for, in the order of their devices; (): there are no parts.
     """
 
     name: str
@@ -152,6 +153,7 @@ class Cluster:
     execution: TrainerExecution = PAXTRAIN
     deviations: Mapping[str, float] = dataclasses.field(default_factory=dict)
     parts: "Cluster | None" = None
+    blocks: tuple[tuple[int, ...], ...] = ()
     fan_out: float = 1.0
     sheets: Mapping[str, DeviceSheet] = dataclasses.field(default_factory=dict)
     sites: tuple[int, ...] = ()
@@ -261,6 +263,45 @@ def between(cluster: Cluster) -> np.ndarray:
     return ~np.eye(len(cluster.hosts), dtype=bool)
 
 
+def inside(cluster: Cluster, kind: str) -> tuple[float, float]:
+    """Return latency and bandwidth inside the slowest host of a kind."""
+    hosts = np.array([i for i, k in enumerate(cluster.kinds) if k == kind])
+    return float(cluster.alpha[hosts, hosts].max()), float(cluster.bandwidth[hosts, hosts].min())
+
+
+class HostSpan(NamedTuple):
+    """The hosts that are taken as one, over which devices that share layers may lie.
+
+    Attributes:
+        latency: seconds between neighbours in the ring of these hosts, at most.
+        rate: bytes/s of a flow between them that is alone, at least.
+        devices: devices of each host.
+        nics: flows that leave each host at full speed.
+    """
+
+    latency: float
+    rate: float
+    devices: int
+    nics: int
+
+
+@functools.lru_cache(maxsize=256)
+def span(cluster: Cluster, kind: str) -> HostSpan | None:
+    """Return what joins the hosts that are taken as one, those of a kind; None if each is one by itself."""
+    if (parts := cluster.parts) is None:
+        return None
+    blocks = np.array([block for block in cluster.blocks if parts.kinds[block[0]] == kind])
+    links = blocks, np.roll(blocks, -1, axis=1)
+    return HostSpan(
+        float(parts.alpha[links].max()), float(parts.bandwidth[links].min()), parts.devices_per_host, parts.nics
+    )
+
+
+def seat_links(cluster: Cluster, kind: str) -> tuple[tuple[float, float], HostSpan | None]:
+    """Return the links of devices for which layers wait: those inside a host of a kind, and what joins its hosts."""
+    return inside(cluster.parts or cluster, kind), span(cluster, kind)
+
+
 def attained(cluster: Cluster) -> Cluster:
     """Return the cluster with the rates that its links reach in training: of nominal ones a share, others as they are.
 
@@ -279,8 +320,8 @@ def attained(cluster: Cluster) -> Cluster:
     )
 
 
-def merged(cluster: Cluster, together: int) -> Cluster:
-    """Return the cluster as if each `together` hosts in a row were one, for tensor groups that span hosts.
+def merged(cluster: Cluster, together: int, blocks: Sequence[Sequence[int]] = ()) -> Cluster:
+    """Return the cluster as if each `together` hosts were one, for groups of devices that span hosts.
 
     A pair of such hosts is as slow as the slowest pair of the hosts in them, i-th to i-th. Such a host is inside as
     slow as the slowest link that a ring over all of its devices takes.
@@ -288,6 +329,7 @@ def merged(cluster: Cluster, together: int) -> Cluster:
     Args:
         cluster: cluster of single hosts.
         together: hosts that become one, a divisor of the number of hosts.
+        blocks: hosts that become one, in the order of a ring over them; (): those in a row.
 
     Raises:
         UserError: the hosts do not divide, or hosts that would be one differ in their devices or trunks.
@@ -295,28 +337,28 @@ def merged(cluster: Cluster, together: int) -> Cluster:
     count = len(cluster.hosts)
     if count % together:
         raise UserError(f"{count} hosts cannot be taken {together} at a time; a divisor of {count} would do")
-    blocks = np.arange(count).reshape(-1, together)
-    for block in blocks:
+    some = np.array(blocks or range(count)).reshape(-1, together)
+    for block in some:
         if len({cluster.kinds[i] for i in block}) > 1:
             names = ", ".join(cluster.hosts[i] for i in block)
             raise UserError(f"tensor groups cannot span {names}, whose devices differ in kind")
         if cluster.trunks is not None and cluster.trunks.splits(block):
             names = ", ".join(cluster.hosts[i] for i in block)
             raise UserError(f"tensor groups cannot span {names}, which are behind different trunks")
-    following = np.roll(blocks, -1, axis=1)
+    following = np.roll(some, -1, axis=1)
 
     def join(x: np.ndarray, worst: Callable[..., np.ndarray]) -> np.ndarray:
-        pairs = worst(x[..., blocks[:, None], blocks[None]], axis=-1)
-        inside = worst(np.concatenate([x[..., blocks, following], x[..., blocks, blocks]], axis=-1), axis=-1)
-        return np.where(np.eye(len(blocks), dtype=bool), inside[..., None], pairs)
+        pairs = worst(x[..., some[:, None], some[None]], axis=-1)
+        within = worst(np.concatenate([x[..., some, following], x[..., some, some]], axis=-1), axis=-1)
+        return np.where(np.eye(len(some), dtype=bool), within[..., None], pairs)
 
-    first = blocks[:, 0]
+    first = some[:, 0]
     return dataclasses.replace(
         cluster,
-        hosts=tuple("+".join(cluster.hosts[i] for i in block) for block in blocks),
+        hosts=tuple("+".join(cluster.hosts[i] for i in block) for block in some),
         devices_per_host=cluster.devices_per_host * together,
         kinds=tuple(cluster.kinds[i] for i in first),
-        memory=cluster.memory[blocks].min(axis=1),
+        memory=cluster.memory[some].min(axis=1),
         nics=cluster.nics * together,
         alpha=join(cluster.alpha, np.max),
         samples=join(cluster.samples, np.min),
@@ -324,6 +366,7 @@ def merged(cluster: Cluster, together: int) -> Cluster:
         sites=tuple(cluster.sites[i] for i in first) if cluster.sites else (),
         trunks=None if cluster.trunks is None else cluster.trunks.of_hosts(first),
         parts=cluster,
+        blocks=tuple(map(tuple, some.tolist())),
     )
 
 

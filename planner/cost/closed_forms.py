@@ -1,4 +1,4 @@
-"""Seconds in closed form: of rings and of kernels that wait, and steps as Pipette and AMP estimate them.
+"""Seconds in closed form: of rings, late kernels and sizes between measured ones; steps as Pipette and AMP see them.
 
 The steps are for comparison with the simulator only. In all of them F and B are the seconds of one micro-batch on one
 stage, m counts micro-batches per pipeline, and D is the time of the gradients' all-reduce over the data axis. Inputs
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.schedule.schedules import Numbers
+from planner.cluster.cluster import HostSpan
 
 Array = np.ndarray
 _SHARPNESS = 4  # of `launched`
@@ -34,6 +35,46 @@ def ring(size: Array | float, members: Array | int, bandwidth: Array | float) ->
 def all_reduce(members: int, size: Numbers, alpha: Numbers, bandwidth: Numbers) -> Any:
     """Return the seconds of an all-reduce of `size` bytes over a ring; all but its members may be arrays."""
     return 2 * (members - 1) * (alpha + size / (max(members, 1) * bandwidth))
+
+
+def slowest_hop(inside: tuple[Any, Any], span: HostSpan | None, apart: int, members: int) -> tuple[Any, Any]:
+    """Return latency and bandwidth of the slowest hop of rings over groups of devices that share layers.
+
+    All devices of a seat are in one of these rings, so those of a host leave it at once by its NICs.
+
+    Args:
+        inside: latency and bytes/s inside a host.
+        span: hosts over which the devices of a seat lie; None: they are on one.
+        apart: by how many devices neighbours are apart, so many rings there are side by side.
+        members: devices of a ring.
+    """
+    if span is None or apart * members <= span.devices:
+        return inside
+    crowd = max(min(apart, span.devices) / span.nics, 1.0)
+    return np.maximum(inside[0], span.latency), np.minimum(inside[1], span.rate / crowd)
+
+
+def all_to_all(inside: tuple[Any, Any], span: HostSpan | None, apart: int, members: int, size: Numbers) -> Any:
+    """Return the seconds of all-to-alls of `size` bytes a device; see `slowest_hop` for the other arguments.
+
+    Messages inside hosts travel beside those between them, which all devices of a host send at once.
+    """
+    near = members if span is None else min(max(span.devices // apart, 1), members)
+    each = size / members
+    within = (near - 1) * (inside[0] + each / inside[1])
+    if span is None or near == members:
+        return within
+    crowd = max(span.devices / span.nics, 1.0)
+    return np.maximum(within, (members - near) * (span.latency + each * crowd / span.rate))
+
+
+def affine(micro_batch: int, at: Array, seconds: Array) -> float:
+    """Return the seconds at a micro-batch: linear between measured sizes, and beyond them through the nearest two."""
+    if len(at) == 1:
+        return float(seconds[0] * micro_batch / at[0])
+    i = int(np.clip(np.searchsorted(at, micro_batch) - 1, 0, len(at) - 2))
+    slope = max((seconds[i + 1] - seconds[i]) / (at[i + 1] - at[i]), 0.0)
+    return float(max(seconds[i] + slope * (micro_batch - at[i]), 0.5 * seconds[0] * min(1.0, micro_batch / at[0])))
 
 
 def launched(seconds: Numbers, launches: Numbers, sharpness: int = _SHARPNESS) -> Any:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import AXES, TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts, sequence_parts
+from paxtrain.config.axes import AXES, TENSOR, UNSPLIT, AxisSizes, layer_sizes, parts, sequence_parts, stride
 from paxtrain.config.model import FAMILIES
 from paxtrain.errors import UserError, command
 from paxtrain.model import parameters
-from planner.cluster.cluster import ASSUMED, Cluster, Shares
+from planner.cluster.cluster import ASSUMED, Cluster, HostSpan, Shares, seat_links
 from planner.cluster.device_sheets import REACH, SHEETS, DeviceSheet
 from planner.cluster.products import UNKNOWN_SHAPES, ProductRates
-from planner.cost.closed_forms import EAGER, all_reduce, launched
+from planner.cost.closed_forms import EAGER, affine, all_reduce, all_to_all, launched, slowest_hop
 from planner.program.cache import layer_program
 from planner.program.layer_program import Bytes, LayerProgram, MatrixProduct, Work
 
@@ -136,6 +136,7 @@ class _Layer:
         shares: shares of the data sheet.
         inside: latency in seconds and bytes/s of a link inside a host.
         kind: the layer's kind; None: the mean of all.
+        span: hosts over which the devices that share it lie; None: they are on one.
     """
 
     model: ModelConfig
@@ -146,6 +147,7 @@ class _Layer:
     shares: Shares
     inside: tuple[float, float]
     kind: str | None
+    span: HostSpan | None
 
     def program(self, save: str) -> LayerProgram:
         """Return the layer's program in a save mode, except "inputs"."""
@@ -188,16 +190,13 @@ class _Layer:
         stored = _seconds(self.rates, work.attention, self.micro_batch)
         if self.model.module or not work.attention:
             return fused + stored
-        scores = (
-            -(-self.micro_batch * self.model.heads // parts("heads", self.mesh))
-            * self.model.sequence**2
-            // sequence_parts(self.mesh)
-        )
+        rows = -(-self.micro_batch * self.model.heads // parts("heads", self.mesh)) * self.model.sequence
+        scores = rows * self.model.sequence // sequence_parts(self.mesh)
         traffic = self.shares.scores * scores * self.rates.item / self.rates.memory
         return times * stored + passes * traffic
 
     def exchanged(self, work: Work, under: Any = 0.0) -> Any:
-        """Return the seconds of collectives, each on the links of the axes that it runs over, which lie inside hosts.
+        """Return the seconds of collectives, each on the links of the axes that it runs over.
 
         An all-reduce over a ring is a reduce-scatter and an all-gather, which take half of it each (Korthikanti et al.
         2022), as an all-to-all does. Messages to a neighbour lie under attention, of `under` seconds, and a gather of
@@ -207,9 +206,13 @@ class _Layer:
         for one in work.collectives:
             members = math.prod(self.mesh.get(axis, 1) for axis in one.axes)
             size = one.bytes.of(self.micro_batch) * (members if one.kind == "all-gather" else 1)
-            whole = all_reduce(members, size, *self.inside)
+            links = self.inside, self.span, stride(one.axes, self.mesh), members
+            latency, rate = slowest_hop(*links)
+            whole = all_reduce(members, size, latency, rate)
             if one.kind == "collective-permute":
-                hops += one.times * (self.inside[0] + size / self.inside[1])
+                hops += one.times * (latency + size / rate)
+            elif one.kind == "all-to-all":
+                total += one.times * all_to_all(*links, size)
             elif one.kind == "all-gather" and any(AXES[axis].sequence for axis in one.axes):
                 gathers += one.times * whole / 2
             else:
@@ -268,6 +271,7 @@ def sheet(
     shares: Shares = ASSUMED,
     sequence_parallel: bool = False,
     kind: str | None = None,
+    span: HostSpan | None = None,
 ) -> LayerCosts:
     """Return the data sheet's costs.
 
@@ -284,10 +288,11 @@ def sheet(
         shares: shares of the data sheet that the device reaches.
         sequence_parallel: MeshConfig.sequence_parallel.
         kind: the layer's kind; None: the mean of all.
+        span: hosts over which the devices that share it lie; None: they are on one.
     """
     if kind is None and parameters.differ(model):
         how = device, mesh, micro_batch, save, inside, shares, sequence_parallel
-        found = {one: dataclasses.asdict(sheet(model, *how, one)) for one in set(parameters.kinds(model))}
+        found = {one: dataclasses.asdict(sheet(model, *how, one, span)) for one in set(parameters.kinds(model))}
         each = [found[one] for one in parameters.kinds(model)]
         return LayerCosts(**{name: sum(x[name] for x in each) / len(each) for name in each[0]})
     item = ITEM[model.dtype]
@@ -298,7 +303,7 @@ def sheet(
     ratio, launch = shares.backward / 2, shares.layer_launch  # 1 if B takes twice as long as F
 
     settled = _settled(model, device.capability, shares.stored_scores)
-    one = _Layer(settled, mesh, sequence_parallel, micro_batch, rates, shares, inside, kind)
+    one = _Layer(settled, mesh, sequence_parallel, micro_batch, rates, shares, inside, kind, span)
     f, b, w, *_ = one.program("residuals")
     # B's attention counts as two products for each of F's if a family stores scores, as when constants were fitted.
     doubled = f if f.attention and not model.module else b
@@ -311,7 +316,7 @@ def sheet(
     weights = one.launched(of_kernels + passes.weights, 0.5 * launch, 0.0)
     rest = one.launched(rest + passes.split, 1.5 * launch, one.exchanged(b, attention_backward)) + again
     over = parts("vocab", mesh)
-    reduce = all_reduce(over, tokens * h * item, *inside)
+    reduce = all_reduce(over, tokens * h * item, *slowest_hop(inside, span, 1, over))
     rows = model.padded_vocab // over
     logits = MatrixProduct(tokens, rows, h), MatrixProduct(tokens, h, rows), MatrixProduct(rows, h, tokens)
     traffic = 8 * tokens * model.padded_vocab / over * item / rates.memory
@@ -370,21 +375,6 @@ def _distance(a: tuple, b: tuple) -> float:
     return sizes + 4.0 * sum(x != y for x, y in zip(a, b) if isinstance(x, str))
 
 
-def _affine(micro_batch: int, at: np.ndarray, seconds: np.ndarray) -> float:
-    """Return the seconds at a micro-batch: linear between measured sizes, and beyond them through the nearest two."""
-    if len(at) == 1:
-        return float(seconds[0] * micro_batch / at[0])
-    i = int(np.clip(np.searchsorted(at, micro_batch) - 1, 0, len(at) - 2))
-    slope = max((seconds[i + 1] - seconds[i]) / (at[i + 1] - at[i]), 0.0)
-    return float(max(seconds[i] + slope * (micro_batch - at[i]), 0.5 * seconds[0] * min(1.0, micro_batch / at[0])))
-
-
-def inside(cluster: Cluster, kind: str) -> tuple[float, float]:
-    """Return latency and bandwidth inside the slowest host of a kind."""
-    hosts = np.array([i for i, k in enumerate(cluster.kinds) if k == kind])
-    return float(cluster.alpha[hosts, hosts].max()), float(cluster.bandwidth[hosts, hosts].min())
-
-
 # CPUs have no data sheet. Only ratios of these figures are used, which have the right proportion. They have no waves.
 _CPU = dataclasses.replace(SHEETS["v100"], sms=0)
 
@@ -416,7 +406,7 @@ def layer(
     Raises:
         UserError: a kind without a data sheet has no profile.
     """
-    link = inside(cluster, kind)
+    link, over = seat_links(cluster, kind)
     device = cluster.sheet(kind) or _CPU
     if not cluster.execution.rows:
         save = {"layer_inputs": "layers"}.get(save, save)  # others run whole layers again
@@ -426,12 +416,12 @@ def layer(
     if not groups:
         if kind == "cpu":
             raise UserError(f"a cluster of device cpu has no data sheet; measure it: {command('planner.profile')}")
-        return sheet(model, device, mesh, micro_batch, save, link, cluster.shares, sequence_parallel)
+        return sheet(model, device, mesh, micro_batch, save, link, cluster.shares, sequence_parallel, span=over)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]
     times = [name for name in (*TIMES, *PARTS) if name in rows]
-    measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in times}
-    here = sheet(model, device, mesh, micro_batch, save, link, sequence_parallel=sequence_parallel)
+    measured = {name: affine(micro_batch, rows["micro_batch"], rows[name]) for name in times}
+    here = sheet(model, device, mesh, micro_batch, save, link, sequence_parallel=sequence_parallel, span=over)
     if nearest != shape or sequence_parallel or mesh.keys() - {TENSOR}:
         *sizes, other_tensor, other_save = nearest
         names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
@@ -443,8 +433,7 @@ def layer(
             values["module"] = ""
         other = dataclasses.replace(model, **values, attention=attention)
         # A profile is measured on groups inside a host, whatever hosts are taken together here.
-        measured_inside = inside(cluster.parts or cluster, kind)
-        there = sheet(other, device, layer_sizes({TENSOR: other_tensor}), micro_batch, other_save, measured_inside)
+        there = sheet(other, device, layer_sizes({TENSOR: other_tensor}), micro_batch, other_save, link)
         measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
     # If the backward was measured whole, its parts have the data sheet's shares.
     parts = {name: measured["backward"] * getattr(here, name) / here.backward for name in PARTS}
@@ -462,10 +451,11 @@ def of_layers(
     sequence_parallel: bool,
 ) -> dict[str, np.ndarray]:
     """Return each layer's times over the mean layer's as the data sheet has them, [layers] by name; see `layer`."""
-    how = cluster.sheet(kind) or _CPU, mesh, micro_batch, save, inside(cluster, kind), cluster.shares, sequence_parallel
-    found = {one: sheet(model, *how, one) for one in set(parameters.kinds(model))}
-    seconds = {name: [getattr(found[one], name) for one in parameters.kinds(model)] for name in OF_LAYERS}
-    return {name: np.array(x) / np.mean(x) for name, x in seconds.items()}
+    link, over = seat_links(cluster, kind)
+    how = cluster.sheet(kind) or _CPU, mesh, micro_batch, save, link, cluster.shares, sequence_parallel
+    found = {one: sheet(model, *how, one, over) for one in set(parameters.kinds(model))}
+    seconds = {name: np.array([getattr(found[one], name) for one in parameters.kinds(model)]) for name in OF_LAYERS}
+    return {name: x / x.mean() for name, x in seconds.items()}
 
 
 def source(cluster: Cluster) -> str:
@@ -473,8 +463,9 @@ def source(cluster: Cluster) -> str:
     profiled = {row["kind"] for row in cluster.compute}
     if profiled >= set(cluster.kinds):
         return "compute profile of the cluster"
-    shares = cluster.shares
-    some = f"compute profile of {', '.join(sorted(profiled))}; of the others " if profiled & set(cluster.kinds) else ""
+    shares, some = cluster.shares, ""
+    if profiled & set(cluster.kinds):
+        some = f"compute profile of {', '.join(sorted(profiled))}; of the others "
     sheets = [one for kind in set(cluster.kinds) - profiled if (one := cluster.sheet(kind))]
     memory = f"{shares.memory:.0%} of memory bandwidth"
     peak = " or ".join(f"{x:.0%}" for x in sorted({shares.matmul * one.reach for one in sheets}))
@@ -486,10 +477,8 @@ def source(cluster: Cluster) -> str:
 
 def unread(model: ModelConfig) -> str:
     """Return the primitives of an architecture of one's own that are not known, in words for reports; "" if all are."""
-    if not model.module:
-        return ""
     how = parameters.with_attention(model, model.flash_capability), UNSPLIT, False, "residuals"
-    programs = [layer_program(*how, kind) for kind in dict.fromkeys(parameters.kinds(model))]
+    programs = [layer_program(*how, kind) for kind in dict.fromkeys(parameters.kinds(model)) if model.module]
     names = dict.fromkeys(name for program in programs for work in program[:3] for name in work.unknown)
     return f"; not known are {', '.join(names)}, which count as reading and writing their arrays" if names else ""
 

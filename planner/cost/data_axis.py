@@ -5,7 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paxtrain.config.axes import AXES, DATA, stride, token_axes
+from planner.cluster.cluster import Cluster, seat_links
 from planner.cost import compute as costs
+from planner.cost.closed_forms import all_reduce, slowest_hop
 from planner.cost.coded import POWER_LAUNCHES, POWER_PASSES, CodecExchange
 from planner.cost.link_seconds import DataLinks, LinkSeconds
 from planner.cost.sizes import MASTER, Sizes
@@ -105,6 +108,7 @@ def shards(
     links: LinkSeconds,
     meets: Array,
     layers: Sequence[costs.LayerCosts],
+    cluster: Cluster,
     overlap: bool,
     per_byte: Array,
     kinds: Array,
@@ -113,13 +117,15 @@ def shards(
 
     A layer's weights are gathered under the layer before, in F and again in B. Its gradients are scattered under the
     layer that follows. The first gather of F, the last scatter of B, and the vocabulary's tables are under nothing. If
-    groups of data ranks share them, all of this is inside groups. Nothing hides the work of codecs.
+    groups of data ranks share them, all of this is inside groups. Devices that share sequences each send a part of it,
+    and then gather and sum the whole among them. Nothing hides the work of codecs.
 
     Args:
         sizes: the candidate's.
         links: seconds of the messages.
         meets: stages whose data ranks gather and reduce an embedding, bool [P].
         layers: costs of a layer on each kind of device.
+        cluster: cluster, on whose links devices share sequences.
         overlap: whether collectives run beside compute.
         per_byte: seconds [kinds] of a pass over a byte.
         kinds: device kinds [batch * G, D / G, P] (indices) of all groups.
@@ -131,8 +137,10 @@ def shards(
     item, size = costs.ITEM[sizes.model.dtype], costs.ITEM[c.reduce_dtype]
 
     def both(parameters: float) -> tuple[Array, Array]:
-        gathered = whole * several * (over.ring_latency + turn * parameters * item * over.ring_per_byte)
-        return gathered, several * (over.scatter_latency + parameters * size * over.scatter_per_byte)
+        gathered = several * (over.ring_latency + turn * parameters * item * over.ring_per_byte)
+        gathered = gathered + _over_sequences(sizes, cluster, parameters * item) / 2
+        scattered = several * (over.scatter_latency + parameters * size * over.scatter_per_byte)
+        return whole * gathered, scattered + _over_sequences(sizes, cluster, parameters * size) / 2
 
     one = sizes.layer_parameters / sizes.slots
     (gather, scatter), table = both(one), both(sizes.embedding_parameters)
@@ -160,6 +168,45 @@ def shards(
         forward, backward = count * gather, count * (gather + scatter)
     forward, backward = forward + count * encoded[0], backward + count * encoded[1]
     return forward + meets * table[0], backward + meets * (table[0] + table[1])
+
+
+def seat_sums(sizes: Sizes, cluster: Cluster, meets: Array) -> Array:
+    """Return the seconds [P] of the sums of a stage's gradients over axes besides data whose devices have other tokens.
+
+    They follow the reduction over data, which leaves a rank its shard. Each is an all-reduce inside a seat. Over axes
+    that split sequences it is the part of the reduction there, unless that is in `shards`, and the gather of weights.
+
+    Args:
+        sizes: the candidate's.
+        cluster: cluster, on whose links the devices of a seat are.
+        meets: stages whose data ranks gather and reduce an embedding, bool [P].
+    """
+    c, seconds = sizes.candidate, np.zeros(sizes.candidate.pipe)
+    item = costs.ITEM[sizes.model.dtype] if c.zero1 else costs.ITEM[c.reduce_dtype]
+    each = (item if c.shard != "weights" else 0) + (0 if c.shards_sums else costs.ITEM[c.reduce_dtype])
+    for axis, size in c.sizes.items():
+        if axis in token_axes() and axis != DATA and size > 1 and not AXES[axis].sequence:
+            layers, tables = sizes.summed(axis)
+            sent = MASTER * (layers + meets * tables) / (c.together if c.zero1 else 1)
+            seconds += _inside_seats(sizes, cluster, axis, sent)
+    if each:
+        whole = sizes.layer_parameters + meets * sizes.embedding_parameters
+        seconds += _over_sequences(sizes, cluster, whole * each / 2)
+    return seconds
+
+
+def _inside_seats(sizes: Sizes, cluster: Cluster, axis: str, sent: Array | float) -> Array | float:
+    """Return the seconds of an all-reduce of bytes over an axis whose devices share a seat, on the slowest kind."""
+    members = sizes.candidate.sizes[axis]
+    links = [seat_links(cluster, kind) for kind in set(cluster.kinds)]
+    hops = [slowest_hop(*one, stride((axis,), sizes.candidate.sizes), members) for one in links]
+    return np.maximum.reduce([all_reduce(members, sent, *hop) for hop in hops])
+
+
+def _over_sequences(sizes: Sizes, cluster: Cluster, sent: Array | float) -> Array | float:
+    """Return the seconds of an all-reduce of some bytes over the axes that split sequences; half of it is a gather."""
+    some = [axis for axis, size in sizes.candidate.sizes.items() if AXES[axis].sequence and size > 1]
+    return sum((_inside_seats(sizes, cluster, axis, sent) for axis in some), 0.0)
 
 
 def _between_copies(sizes: Sizes, links: LinkSeconds, parameters: float) -> Array:

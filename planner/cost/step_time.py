@@ -19,14 +19,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import AXES, DATA, token_axes
 from paxtrain.model import parameters
 from paxtrain.schedule.schedules import build, spec_of
 from planner.cluster.cluster import PAXTRAIN, Cluster, TrainerExecution, with_crossing
 from planner.cost import compute as costs
 from planner.cost import data_axis, outer
 from planner.cost.candidate import Candidate
-from planner.cost.closed_forms import all_reduce
 from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds, Paths, paths
 from planner.cost.sizes import MASTER, Sizes
 from planner.pipeline import ideal, simulator
@@ -158,24 +156,8 @@ class Problem(Sizes):
 
     @functools.cached_property
     def sums(self) -> Array:
-        """Seconds [P] of the sums of a stage's gradients over axes besides data whose devices have other tokens.
-
-        They follow the reduction over data, which leaves a rank its shard. Each is an all-reduce inside a host. Over
-        axes that split sequences it is the part of the reduction inside hosts, and the gather of the weights there.
-        """
-        c, seconds = self.candidate, np.zeros(self.candidate.pipe)
-        for axis, size in c.sizes.items():
-            if axis in token_axes() and axis != DATA and size > 1:
-                layers, tables = self.summed(axis)
-                for stage, meets in enumerate(self.meets):
-                    sent = MASTER * (layers + meets * tables) / (c.together if c.zero1 else 1)
-                    if AXES[axis].sequence:
-                        item = costs.ITEM[self.model.dtype] if c.zero1 else costs.ITEM[c.reduce_dtype]
-                        whole = self.layer_parameters + meets * self.embedding_parameters
-                        sent = whole * (costs.ITEM[c.reduce_dtype] + item) / 2
-                    links = [costs.inside(self.cluster, kind) for kind in set(self.cluster.kinds)]
-                    seconds[stage] += max(all_reduce(size, sent, *link) for link in links)
-        return seconds
+        """Seconds [P] of the sums of a stage's gradients over axes besides data, see `data_axis.seat_sums`."""
+        return data_axis.seat_sums(self, self.cluster, self.meets)
 
     def links(self, paths: Paths) -> LinkSeconds:
         """Return the seconds of the candidate's messages on the paths of some placements."""
@@ -277,7 +259,8 @@ class Problem(Sizes):
 
         forward, backward = taken(self.forward), taken(self.backward)
         if c.shards_sums:
-            waits = data_axis.shards(self, links, self.meets, self.layer, self.overlap, self.pass_per_byte, kinds)
+            how = self.layer, self.cluster, self.overlap, self.pass_per_byte, kinds
+            waits = data_axis.shards(self, links, self.meets, *how)
             each = (np.repeat(x[:, c.stage_map.stage_of], kinds.size // gather.size, axis=0) for x in waits)
             forward, backward = forward + next(each), backward + next(each)
         if c.compresses_forward:  # F decodes what it gets and encodes what it sends

@@ -18,7 +18,7 @@ import numpy as np
 from paxtrain.devices import gpus
 from paxtrain.devices.datasheets import UNKNOWN, UNKNOWN_HOST, datasheet
 from paxtrain.schedule.schedules import spec_of
-from planner.cluster.cluster import Cluster, merged
+from planner.cluster.cluster import Cluster, inside, merged
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cost import closed_forms, compute
 from planner.cost.candidate import Candidate
@@ -267,7 +267,7 @@ class _Settings:
 
     def _inside(self, run: _TrialRun, setting: int, kind: str) -> tuple[float, float]:
         """Return latency and bandwidth of a tensor group's links; of all hosts it shares only those that it spans."""
-        latency, rate = compute.inside(self.cluster(run, setting), kind)
+        latency, rate = inside(self.cluster(run, setting), kind)
         if run.together == 1:
             return latency, rate
         values = self.values[setting]

@@ -7,5 +7,6 @@ surrogate.py          quick times of pipelines, for placements that are only loo
 bounds.py least.py    a lower bound over all placements; the least that their messages and collectives take
 gain.py               the gain of one placement over another
 spared.py             links on which a plan that has its placement need not compress
+host_rings.py         hosts that devices which share sequences lie on together
 rules.py              the rules of AMP and Pipette, to compare with
 """

@@ -2,6 +2,7 @@
 
 planning.py       plan(): search, check of memory, report
 inputs.py         the configuration's sections that are read, and the search that they ask for
+spans.py          the search for devices that share sequences over several hosts, if it is needed
 options.py        PlanOptions, and their checks
 settings.py intervals.py    plans priced under many settings of the constants; how sure predicted steps are
 offers.py         gains of compression that was not asked for

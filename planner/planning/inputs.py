@@ -27,8 +27,10 @@ from planner.cost.link_seconds import fabric
 from planner.fit.applied import priced
 from planner.placement.climb import racks_of
 from planner.planning.options import PlanOptions
+from planner.planning.spans import search_over
 from planner.runs.trainers import TRAINERS
 from planner.search.search import Search
+from planner.search.space import Choices
 
 # Sections of a configuration, nested.
 Values = Mapping[str, Mapping[str, object]]
@@ -53,8 +55,6 @@ def search_for(values: Values, cluster: Cluster, options: PlanOptions, global_ba
     if global_batch:
         batch = dataclasses.replace(batch, global_batch=global_batch)  # which has bounds
     cluster = priced(clusters.attained(cluster), options.trainer)
-    if options.tensor_hosts > 1:
-        cluster = clusters.merged(cluster, options.tensor_hosts)
     codecs = coded(compress, model.tied_head)
     outer = groups(values, cluster, options)
     reduce_dtype = _reduce_dtype(values)
@@ -62,7 +62,13 @@ def search_for(values: Values, cluster: Cluster, options: PlanOptions, global_ba
         reduce_dtype = "float32" if TRAINERS[options.trainer].float32 else model.dtype
     choices = options.choices(compress.min_ratio, reduce_dtype, codecs, outer, pipeline.scan_layers)
     limits = options.budget(compress.error, pipeline.scan_layers, codecs, outer, compress.min_ratio)
-    return Search(cluster, model, batch.global_batch, choices, limits, options.search())
+
+    def search(some: Cluster, among: Choices) -> Search:
+        return Search(some, model, batch.global_batch, among, limits, options.search())
+
+    if options.tensor_hosts > 1:
+        return search(clusters.merged(cluster, options.tensor_hosts), choices)
+    return search_over(cluster, choices, search)
 
 
 def groups(values: Values, cluster: Cluster, options: PlanOptions) -> OuterConfig:

@@ -56,6 +56,7 @@ def _with_links(cluster: Cluster, setting: Setting) -> Cluster:
         alpha=cluster.alpha * np.where(apart, outer_wait, inner_wait),
         samples=cluster.samples * np.where(apart, outer, inner),
         trunks=trunks and dataclasses.replace(trunks, bandwidth=trunks.bandwidth * outer),
+        parts=cluster.parts and _with_links(cluster.parts, setting),
     )
 
 
@@ -156,6 +157,8 @@ class PlanSettings:
 
 def _slowest_inside(cluster: Cluster) -> Cluster:
     """Return the hosts of a cluster that have the longest latency, or the slowest links inside, of their kind."""
+    if cluster.parts is not None:  # links between the hosts that are taken as one count, too
+        return cluster
     kinds, latency, rate = np.array(cluster.kinds), np.diagonal(cluster.alpha), np.diagonal(cluster.bandwidth)
     chosen = set()
     for kind in set(cluster.kinds):

@@ -161,12 +161,15 @@ def decide(
         compress: the configuration's compression, for the settings that the planner does not decide.
         predicted: figures to keep in the plan, as JSON values.
     """
-    real = cluster.parts or cluster  # the devices have the same numbers in both
+    real, order = cluster.parts or cluster, device_order(hosts, cluster.devices_per_host, candidate.sizes)
+    if cluster.blocks:
+        host, device = np.divmod(order, real.devices_per_host)
+        order = tuple((np.ravel(cluster.blocks)[host] * real.devices_per_host + device).tolist())
     return Plan(
         **sections(candidate, model.layers, global_batch, compress, step.compressed[0]),
         hosts=real.hosts if real.named else (),
         devices_per_host=real.devices_per_host,
-        device_order=device_order(hosts, cluster.devices_per_host, candidate.sizes),
+        device_order=order,
         outer=groups(candidate),
         module=model.module,
         predicted=predicted,

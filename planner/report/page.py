@@ -147,6 +147,7 @@ def _drawn(report: Report, work: activity.Activity, alone: bool = False) -> tupl
 def page(report: Report) -> str:
     """Return the whole page as HTML."""
     c, model, cluster = report.chosen.candidate, report.model, report.cluster
+    real = cluster.parts or cluster
     size = f"{count(parameters.published(model))} parameters"
     work = activity.activity(report)
     drawn, links_words = _drawn(report, work)
@@ -154,7 +155,7 @@ def page(report: Report) -> str:
     return _template().render(
         title=f"A plan for {f'{report.named}, {size},' if report.named else size} on {cluster.devices:,} devices",
         where=(
-            f"{hosts(len(cluster.hosts))} x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
+            f"{hosts(len(real.hosts))} x {real.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
             f"{cluster.name}. {model.layers} layers, hidden size {model.hidden}, sequence length {model.sequence}, "
             f"{model.dtype}, global batch {report.global_batch:,}."
         ),

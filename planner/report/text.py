@@ -445,11 +445,11 @@ def lossy_words(report: Report) -> list[str]:
 def text(report: Report) -> str:
     """Return the report for a terminal of 120 columns."""
     model, cluster = report.model, report.cluster
-    kinds = ", ".join(dict.fromkeys(cluster.kinds))
+    kinds, real = ", ".join(dict.fromkeys(cluster.kinds)), cluster.parts or cluster
     lines = [
         f"{f'{report.named}: ' * bool(report.named)}{count(parameters.published(model))} parameters, "
         f"global batch {report.global_batch}, on {cluster.name}: "
-        f"{hosts(len(cluster.hosts))} x {cluster.devices_per_host} {kinds}",
+        f"{hosts(len(real.hosts))} x {real.devices_per_host} {kinds}",
         "",
         *aligned([list(HEADS), *table(report)]),
         "",
@@ -464,7 +464,7 @@ def text(report: Report) -> str:
         *labelled("noise", noise_words(report)),
         *(labelled("bytes", traffic.words(report)) if report.cluster.sites else ()),
         *(labelled("trunks", traffic.trunk_words(report)) if report.cluster.trunks else ()),
-        *(labelled("rails", traffic.rail_words(report)) if report.cluster.rails else ()),
+        *(labelled("rails", rails) if (rails := traffic.rail_words(report)) else ()),
         *labelled("memory", f"{memory_words(report)}; {oracle_words(report)}"),
         *(labelled("ranking", ranking_words(report)) if ranking_words(report) else ()),
         *labelled("search", statistics(report)),

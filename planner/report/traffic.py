@@ -41,7 +41,7 @@ class Flows(NamedTuple):
 def flows(report: Report) -> list[Flows]:
     """Return what a step of the chosen plan sends, on links or inside hosts, compressed where the plan compresses it.
 
-    Sums inside tensor groups, which never leave a host, do not count.
+    What the devices of a seat send each other does not count; if they are on one host, it never leaves it.
     """
     problem, c, fabric = report.problem, report.chosen.candidate, report.fabric
     seats = fabric.seats(report.chosen.placement.hosts[None])[0]  # [D, P]
@@ -274,8 +274,11 @@ def by_nics(report: Report) -> tuple[Array, float]:
 
 
 def rail_words(report: Report) -> str:
-    """Return what leaves by the busiest NIC in a step, and what changes rails, in words; empty without rails."""
-    if not (rails := report.cluster.rails):
+    """Return what leaves by the busiest NIC in a step, and what changes rails, in words; empty without rails.
+
+    If devices share layers over several hosts, what they send each other is not known by rail, so it is empty, too.
+    """
+    if not (rails := report.cluster.rails) or report.cluster.parts is not None:
         return ""
     sent, changed = by_nics(report)
     host, rail = np.unravel_index(np.argmax(sent), sent.shape)

@@ -156,6 +156,8 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
     data, pipe, micro = (changed[name] for name in (DATA, PIPE, "micro_batch"))
     if cluster.devices_per_host % math.prod(changed[name] for name in inside_axes()):
         return f"{' x '.join(inside_axes())} groups stay inside a host of {cluster.devices_per_host} devices"
+    if cluster.parts is not None and math.prod(changed[name] for name in inside_axes()) != cluster.devices_per_host:
+        return f"{' x '.join(inside_axes())} groups fill {len(cluster.blocks[0])} hosts here"
     for axis in inside_axes():
         parts = changed[axis]
         for name, size in model.split_by(axis).items():

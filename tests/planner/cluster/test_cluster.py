@@ -182,7 +182,7 @@ def test_without_some_hosts_nothing_else_changes():
     assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # the other kind has no device left
     links = ("nics", "rails", "fan_out")
     kept = ("name", "source", "devices_per_host", *links, "named", "shares", "parts", "sheets", "host_seconds")
-    kept += ("nominal", "reached", "execution", "deviations")
+    kept += ("nominal", "reached", "execution", "deviations", "blocks")
     assert all(getattr(left, name) == getattr(made, name) for name in kept)
     changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute", "sites", "trunks"}
     assert left.sites == made.sites[1::2] == (1, 1)
