@@ -273,14 +273,14 @@ class HostSpan(NamedTuple):
     """The hosts that are taken as one, over which devices that share layers may lie.
 
     Attributes:
-        latency: seconds between neighbours in the ring of these hosts, at most.
-        rate: bytes/s of a flow between them that is alone, at least.
+        latency: seconds between neighbours in the ring of these hosts, at most; a number or an array.
+        rate: bytes/s of a flow between them that is alone, at least; likewise.
         devices: devices of each host.
         nics: flows that leave each host at full speed.
     """
 
-    latency: float
-    rate: float
+    latency: Any
+    rate: Any
     devices: int
     nics: int
 

@@ -64,7 +64,7 @@ def _held(trial: Trial) -> Array:
     model, sizes = trial.model, candidate(trial, own=False).layer_sizes
     item, last = trial.element_bytes, trial.pp - 1
     layer, table = of_mean_layer(model, sizes), compute.embedding_parameters(model, sizes, trial.pp)
-    tokens = trial.micro_batch * trial.seq
+    tokens = trial.micro_batch * trial.seq // trial.context
     whole = tokens * trial.hidden * item
     part = whole / (trial.tp if trial.sequence_parallel else 1)
     heads = whole / trial.tp * (1 + 2 * (trial.kv_heads or trial.heads) / trial.heads) / 3

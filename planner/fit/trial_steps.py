@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from paxtrain.config.axes import AXES, more_axes
 from paxtrain.devices import gpus
 from paxtrain.devices.datasheets import UNKNOWN, UNKNOWN_HOST, datasheet
 from paxtrain.schedule.schedules import spec_of
-from planner.cluster.cluster import Cluster, inside, merged
+from planner.cluster.cluster import Cluster, HostSpan, inside, merged, span
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cost import closed_forms, compute
 from planner.cost.candidate import Candidate
@@ -105,6 +106,7 @@ def candidate(trial: Trial, own: bool) -> Candidate:
         sequence_parallel=trial.sequence_parallel,
         reduce_dtype="float32" if own or trainer.float32 else trial.model.dtype,
         data_micro_batches=trial.data_micro_batches,
+        others=tuple(trial.context if AXES[axis].sequence else 1 for axis in more_axes()),
     )
 
 
@@ -122,7 +124,7 @@ def cluster_of(trial: Trial) -> Cluster:
     Messages of a host share its network.
     """
     sheets = {kind: sheet(kind) for kind in kinds(trial)}
-    together = max(trial.tp // trial.devices_per_host, 1)
+    together = max(trial.seat // trial.devices_per_host, 1)
     names, hosts = trial.device_kinds, range(trial.hosts)
     blocks = [names[i - i % together : i - i % together + together] for i in hosts]
     net = np.array(trial.host_bytes or (UNKNOWN_HOST,) * trial.hosts)
@@ -148,7 +150,8 @@ class _TrialRun:
         trial: the run.
         candidate: the plan that it followed.
         cluster: its hosts.
-        together: hosts that a tensor group spans.
+        together: hosts that a tensor group spans, or devices that share sequences.
+        rings: the latter, by rings of tensor groups inside hosts.
         hosts: int [D, P], host of each tensor group, or which of the hosts that are taken together.
         kinds: device kinds, sorted as a problem sorts them.
         slots: index of each of these among all kinds of the run.
@@ -157,14 +160,15 @@ class _TrialRun:
     def __init__(self, trial: Trial, own: bool) -> None:
         self.trial, self.candidate = trial, candidate(trial, own)
         self.cluster = cluster_of(trial)
-        self.together = max(trial.tp // trial.devices_per_host, 1)
-        groups = trial.placement or np.arange(trial.dp * trial.pp) * trial.tp // (
+        self.together = max(trial.seat // trial.devices_per_host, 1)
+        groups = trial.placement or np.arange(trial.dp * trial.pp) * trial.seat // (
             trial.devices_per_host * self.together
         )
         self.hosts = np.reshape(groups, (trial.pp, trial.dp)).T
         self.kinds = sorted(set(self.cluster.kinds))
         self.slots = [kinds(trial).index(kind) for kind in self.kinds]
         self.trainer = TRAINERS[trial.trainer]
+        self.rings = trial.context > 1 and self.together > 1  # over these hosts, of tensor groups inside them
         # Messages between stages cross hosts, which keeps the hosts of a tensor group's ranks busy.
         self.crosses = bool(np.any(self.hosts != np.roll(self.hosts, 1, axis=1)))
         self.sequence_parallel = trial.sequence_parallel and trial.tp > 1
@@ -173,9 +177,9 @@ class _TrialRun:
         where = (*nodes, self.together)
         self.keys: tuple[Any, Any, Any] = (
             ("links", *where),
-            ("paths", *where, trial.tp, trial.dp, trial.pp, trial.placement),
+            ("paths", *where, trial.seat, trial.dp, trial.pp, trial.placement),
             (
-                *("costs", *self.kinds, trial.model, trial.tp, trial.micro_batch, self.candidate.save),
+                *("costs", *self.kinds, trial.model, trial.tp, trial.context, trial.micro_batch, self.candidate.save),
                 *(self.crosses, self.sequence_parallel, trial.trainer, trial.precision),
             ),
         )
@@ -267,13 +271,25 @@ class _Settings:
 
     def _inside(self, run: _TrialRun, setting: int, kind: str) -> tuple[float, float]:
         """Return latency and bandwidth of a tensor group's links; of all hosts it shares only those that it spans."""
-        latency, rate = inside(self.cluster(run, setting), kind)
+        here = self.cluster(run, setting)
+        if run.rings:
+            return inside(here.parts or here, kind)
+        latency, rate = inside(here, kind)
         if run.together == 1:
             return latency, rate
         values = self.values[setting]
         alone = rate * (len(run.cluster.hosts) / run.together) ** values["spread"]
         within = values["intra_efficiency"] * float(np.diagonal(run.cluster.samples[0]).min())
         return latency, max(min(alone, within), rate)
+
+    def _spans(self, run: _TrialRun, settings: list[int], kind: str) -> HostSpan | None:
+        """Return what joins the hosts over which devices share sequences, in some settings; None: they are on one."""
+        found = [span(self.cluster(run, n), kind) for n in settings] if run.rings else [None]
+        some = [one for one in found if one is not None]
+        if not some:
+            return None
+        latency, rate = (np.array([getattr(one, name) for one in some]) for name in ("latency", "rate"))
+        return HostSpan(latency, rate, some[0].devices, some[0].nics)
 
     def _links(self, run: _TrialRun) -> tuple[Fabric, Array]:
         """Return the links of a run in all settings that differ in them, stacked, and which each setting has."""
@@ -311,12 +327,14 @@ class _Settings:
                 matmul = shares.matmul * _GAINS.get(t.precision, 1.0)
                 shares = dataclasses.replace(shares, matmul=matmul, layer_launch=launch)
                 how = (c.layer_sizes, t.micro_batch, c.save, tuple(inside[:, first, slot]), shares)
-                found = compute.sheet(t.model, run.cluster.sheets[kind], *how, run.sequence_parallel)
+                over = self._spans(run, first, kind)
+                found = compute.sheet(t.model, run.cluster.sheets[kind], *how, run.sequence_parallel, span=over)
                 each = [getattr(found, field.name).tolist() for field in dataclasses.fields(LayerCosts)]
                 costs.append([LayerCosts(*values) for values in zip(*each)])
             return [of_kind[n] for n in place for of_kind in costs]
 
-        return self._once((run.keys[2], self.key, speeds.tobytes(), inside.tobytes()), make)
+        links_too = run.keys[0] if run.rings else None
+        return self._once((run.keys[2], self.key, speeds.tobytes(), inside.tobytes(), links_too), make)
 
     def paths(self, run: _TrialRun, own: bool) -> Paths:
         """Return the paths of a run in each setting, whose bytes count as often as the ratios say."""
@@ -325,7 +343,7 @@ class _Settings:
             links, of = self._links(run)
             different = int(of.max()) + 1
             starts = np.arange(different) * (len(links.alpha) // different)
-            return paths(links, run.hosts[None] + starts[:, None, None], run.trial.tp).take(of)
+            return paths(links, run.hosts[None] + starts[:, None, None], run.trial.seat).take(of)
 
         def make() -> Paths:
             found = self._once((run.keys[1], self.key), along)

@@ -19,7 +19,8 @@ One row is one run of one configuration:
     experts, top_k, expert_ffn    optional: of a mixture of experts; such rows are read, but not predicted
     global_batch, micro_batch
     tp, dp, pp         tensor, data and pipe; ranks count tensor fastest, then data, then pipe
-    context, expert    optional: sizes of further axes; rows with more than 1 are read, but not predicted
+    context            optional: devices that share each sequence, in a ring; 1 if empty
+    expert             optional: size of a further axis; rows with more than 1 are read, but not predicted
     sequence_parallel  optional: 1 if tensor ranks split the sequence between their matrices; default: 0
     sharding           optional: what is sharded over data: none (default), zero1, zero2 or zero3
     shard_group        optional: data ranks among which it is sharded; default: all
@@ -101,6 +102,7 @@ class Trial:
         seconds: seconds of one iteration; None if not run.
         columns: the row as it was read.
         kv_heads: heads of keys and values; 0: as many as heads.
+        context: devices that share each sequence.
         ffn: size of the feed-forward part; 0: 4 x hidden.
         shard_group: data ranks among which weights or their gradients are sharded; 0: all.
         precision: dtype of matrix products.
@@ -177,6 +179,11 @@ class Trial:
         return max(self.data_micro_batches, default=self.global_batch // (self.dp * self.micro_batch))
 
     @property
+    def seat(self) -> int:
+        """Devices that share a layer: those of a tensor group, times those that share a sequence."""
+        return self.tp * self.context
+
+    @property
     def hosts(self) -> int:
         """Hosts that the run used."""
         return -(-self.devices // self.devices_per_host)
@@ -190,7 +197,6 @@ class Trial:
     def beyond(self) -> str:
         """The part of the run that no prediction knows: axes, experts, precisions; "" if all is known."""
         facts = {
-            f"a context axis of {self.context}": self.context > 1,
             f"an expert axis of {self.expert}": self.expert > 1,
             f"{self.experts} experts": self.experts > 0,
             f"weights sharded over groups of {self.shard_group} data ranks": 0 < self.shard_group < self.dp,

@@ -9,7 +9,7 @@ import pytest
 from paxtrain.config.axes import UNSPLIT
 from paxtrain.errors import UserError
 from paxtrain.model import parameters
-from planner.cluster.cluster import between
+from planner.cluster.cluster import between, merged
 from planner.cost import compute
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
@@ -133,7 +133,16 @@ def test_which_constants_are_meant_is_told(write):
 
 
 @pytest.mark.parametrize("trainer", ["nanotron", "megatron-lm", "llm-foundry", "maxtext", "torchtitan"])
-@pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2, "dp": 2}, {"pp": 8, "tp": 2, "devices": 16}, {"pp": 1, "dp": 8}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2, "tp": 2, "dp": 2},
+        {"pp": 8, "tp": 2, "devices": 16},
+        {"pp": 1, "dp": 8},
+        {"pp": 2, "tp": 2, "context": 2},
+        {"pp": 2, "tp": 4, "context": 4, "devices": 32},
+    ],
+)
 def test_a_plan_of_another_trainer_takes_what_a_run_of_it_is_predicted_to(trainer, layout):
     """A plan is priced by a cluster, a run by a row of constants; the layers' messages, reductions and tables agree."""
     run = trial(trainer=trainer, sharding="zero1", micro_batch=1, **layout)
@@ -141,10 +150,13 @@ def test_a_plan_of_another_trainer_takes_what_a_run_of_it_is_predicted_to(traine
     slots = np.ones((1, 1, 1))
     [[expected]] = TrialSteps([run]).seconds(np.array([[[known[name] for name in NAMES]]]), slots, slots)
     found = run_by(fitted_links(cluster_of(run), known), known, trainer)
+    found = merged(found, run.seat // 8) if run.seat > 8 else found
     problem = Problem(found, run.model, candidate(run, own=False))
-    hosts = (np.arange(run.dp * run.pp) * run.tp // 8).reshape(run.pp, run.dp).T
+    hosts = (np.arange(run.dp * run.pp) * run.seat // max(run.seat, 8)).reshape(run.pp, run.dp).T
     assert float(problem.step(fabric(found), hosts[None]).total[0]) == pytest.approx(expected, rel=1e-12)
-    plain = Problem(fitted_links(cluster_of(run), known), run.model, candidate(run, own=True))
+    found = fitted_links(cluster_of(run), known)
+    found = merged(found, run.seat // 8) if run.seat > 8 else found
+    plain = Problem(found, run.model, candidate(run, own=True))
     assert float(plain.step(fabric(found), hosts[None]).total[0]) != pytest.approx(expected, rel=1e-3)
 
 
