@@ -3,7 +3,6 @@
 import functools
 import importlib.metadata
 import itertools
-import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -43,7 +42,6 @@ from planner.report.text import (
 )
 from planner.report.units import duration
 
-_HERE = pathlib.Path(__file__).parent
 _MOST_LINKS = 24  # slowest links in use that the table has
 
 
@@ -104,6 +102,8 @@ def library() -> str:
         import vl_convert  # here, since a page is written without it if the script is kept
 
         script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+        if "</script" in script.lower():
+            raise ValueError("the charts' library has the end of its own element in it")
         files.keep(path, script)
     return str(script)
 
@@ -112,15 +112,10 @@ def library() -> str:
 def _template() -> Any:
     import jinja2  # here, since only pages need it
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string((_HERE / "page.html").read_text())
-
-
-def _script(text: str) -> str:
-    """Return text that goes into a page as it is, unless it would end the element that it stands in."""
-    if "</script" in text.lower() or "</style" in text.lower():
-        raise ValueError("a script of the page has the end of its own element in it")
-    return text
+    loader = jinja2.FileSystemLoader(pathlib.Path(__file__).parent)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return environment.get_template("page.html")
 
 
 def specs(report: Report, alone: bool = False) -> dict[str, charts.Spec]:
@@ -151,7 +146,6 @@ def page(report: Report) -> str:
     size = f"{count(parameters.published(model))} parameters"
     work = activity.activity(report)
     drawn, links_words = _drawn(report, work)
-    data = json.dumps({"charts": drawn, "candidates": candidates.table(report)}, separators=(",", ":"), allow_nan=False)
     return _template().render(
         title=f"A plan for {f'{report.named}, {size},' if report.named else size} on {cluster.devices:,} devices",
         where=(
@@ -167,10 +161,8 @@ def page(report: Report) -> str:
         tiles=_tiles(report),
         sections=[section for section in _sections(report, work, drawn, links_words) if any(section[1:])],
         charts=drawn,
-        style=_script((_HERE / "page.css").read_text()),
-        data=_script(data.replace("<", "\\u003c")),
-        library=_script(library()),
-        behavior=_script((_HERE / "page.js").read_text()),
+        data={"charts": drawn, "candidates": candidates.table(report)},
+        library=library(),
     )
 
 
@@ -202,7 +194,7 @@ def _sections(report: Report, work: activity.Activity, drawn: dict[str, Any], li
         else PageSection(""),
         PageSection("Near by", _sentences(nearby_words(report))),
         PageSection("Compression", _sentences(lossy_words(report))),
-        PageSection("Groups that train apart", _sentences(list(filter(None, [groups.words(report)])))),
+        PageSection("Groups that train apart", _sentences([groups.words(report)])),
         PageSection("Links before and after placement", links_words, both, _links(report))
         if links_words
         else PageSection(""),
@@ -242,10 +234,9 @@ def _within(report: Report) -> str:
 
 
 def _gains_words(report: Report) -> str:
-    noise = noise_words(report)
     bars = " The error bar is this standard deviation over the samples of the links." if report.noise else ""
-    words = f"Longer step time with other ways to plan, simulated on the same links. {noise[0].upper()}{noise[1:]}."
-    return words + bars
+    words = ["longer step time with other ways to plan, simulated on the same links", noise_words(report)]
+    return _sentences(words) + bars
 
 
 def _gains(report: Report) -> tuple[HtmlTable, ...]:
@@ -257,12 +248,12 @@ def _gains(report: Report) -> tuple[HtmlTable, ...]:
 
 
 def _sentences(words: list[str]) -> str:
-    return " ".join(f"{some[0].upper()}{some[1:]}." for some in words)
+    """Return those words that there are as sentences."""
+    return " ".join(f"{some[0].upper()}{some[1:]}." for some in words if some)
 
 
 def _search_words(report: Report) -> str:
-    said = [statistics(report), *filter(None, (ranking_words(report), sure_words(report))), assumed_words(report)]
-    return " ".join(f"{words[0].upper()}{words[1:]}." for words in said)
+    return _sentences([statistics(report), ranking_words(report), sure_words(report), assumed_words(report)])
 
 
 def _ranked(report: Report) -> HtmlTable:
@@ -373,7 +364,6 @@ def _memory(report: Report) -> PageSection:
         for stage, sizes in enumerate(zip(*kinds.values()))
     ]
     tables = [HtmlTable("GB by stage", ["stage", *kinds, "all"], rows)]
-    words = oracle_words(report)
     if report.oracle:
         cells = [
             [r.configuration, r.source, f"{r.bytes / 1e9:.2f} GB", f"{r.compile_seconds:.1f} s"] for r in report.oracle
@@ -382,7 +372,7 @@ def _memory(report: Report) -> PageSection:
         tables.append(HtmlTable("Plans that were compiled", heads, cells, (0, 1)))
     rejected = range(1, len(report.rejected) + 1)
     notes = [f"Plan {n} was not chosen: it does not fit in memory once compiled." for n in rejected]
-    words = f"{memory_words(report)}. {_MEMORY_WORDS} {words[0].upper()}{words[1:]}."
+    words = f"{memory_words(report)}. {_MEMORY_WORDS} {_sentences([oracle_words(report)])}"
     return PageSection("Memory", words, ("memory",), tuple(tables), tuple(notes))
 
 

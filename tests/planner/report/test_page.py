@@ -46,7 +46,17 @@ def test_words_of_the_input_are_no_markup():
     renamed = dataclasses.replace(made.cluster, name=evil, hosts=tuple(f"<b>h{i}&" for i in range(4)))
     changes = {"cluster": renamed, "command": evil, "sources": {evil: evil}, "explained": (evil,), "named": evil}
     text = page.page(dataclasses.replace(made, **changes))
-    assert "<b>h0" not in text and "alert(" not in re.sub(r"&lt;script&gt;alert|\\\\u003cscript>alert", "", text)
+    assert "<b>h0" not in text and "alert(" not in re.sub(r"&lt;script&gt;alert|\\u003cscript\\u003ealert", "", text)
     checked(text)
     assert html.escape("<b>h0&") in text and evil not in text
     assert data_of(text)["charts"]["links_before"]["params"][0]["value"][0] == "<b>h0&"
+
+
+def test_the_libraries_licences_are_in_the_page_beside_them():
+    """The conditions of BSD's, ISC's and MIT's licences, and who holds the copyrights."""
+    script = page.page(made_report()).split("<script>")[1]
+    kept = script.removeprefix("/*!").partition("*/")
+    assert script.startswith("/*!") and kept[2].strip().startswith(page.library())
+    holders = "University of Washington Interactive Data Lab", "Mike Bostock", "Joachim Wester", "Mapbox"
+    conditions = "Redistributions in binary form must reproduce", "appear in all copies", "substantial portions of the"
+    assert all(words in kept[0] for words in (*holders, *conditions, 'PROVIDED "AS IS"', "2015-2023"))
