@@ -9,10 +9,11 @@ from paxtrain.config.axes import MAIN, more_axes
 from paxtrain.config.plan import BACKWARD, COMPRESSION, FORWARD, GATHER, HEAD, HOST, OPTIMIZER, REDUCE, SYNC, TRANSFER
 from planner.cost.step_time import Problem
 from planner.cost.terms import terms
-from planner.report.charts import ACCENT, INK, Spec, wide
+from planner.report.charts import ACCENT, INK, Spec, field, line, tooltips, wide
 from planner.report.charts import MAIN as BLUE
 from planner.report.contents import Report
 from planner.report.text import compression, mesh, schedule, stage_layers
+from planner.report.units import duration
 from planner.search.space import COLUMNS
 from planner.search.tried import Found
 
@@ -47,15 +48,8 @@ _LABELS = {
     "context_form": ("context's exchange", ""),
 }
 _FURTHER = (
-    "--what_if=",
-    "--hosts=",
-    "--price=",
-    "--tokens=",
-    "--against_free",
-    "--explain",
-    "--json",
-    "--png",
-    "--out=",
+    *("--what_if=", "--hosts=", "--price=", "--tokens=", "--against_free"),
+    *("--explain", "--json", "--png", "--out="),
 )
 STATES = ("lower bound", "simulated", "ranked", "chosen")
 _SIZES = (("ranked", 150), ("chosen", 260))  # pixels of the points
@@ -122,12 +116,15 @@ def _details(report: Report, found: Found) -> dict[str, Any]:
 
 
 def rows(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the chart's rows of a table, colored by what is known of a candidate, as the page does at first."""
+    """Return the chart's rows of a table, in short words and colored by what is known of a candidate."""
     found = []
     for i, (seconds, size, state) in enumerate(zip(values["seconds"], values["mb"], values["state"])):
         if seconds is not None:
+            settings = [f"{one['label']} {one['values'][one['codes'][i]]}" for one in values["columns"]]
+            told = {"plan": ", ".join(settings), "step": duration(seconds), "said": f"{size / 1e3:.3g} GB"}
             row = {"i": i, "seconds": seconds, "gb": size / 1e3, "state": STATES[state], "shown": STATES[state]}
-            found.append(row | {name: values["details"][str(i)].get(name) for name in ("low", "high") if state > 1})
+            known = values["details"].get(str(i), {})
+            found.append(row | told | {name: known.get(name) for name in ("low", "high") if state > 1})
     return found
 
 
@@ -139,31 +136,22 @@ def chart(report: Report, alone: bool = False) -> Spec:
         alone: whether it has its rows; otherwise the page puts them in.
     """
     least, most = report.outcome.bound, max(report.limit * 1.15, float(report.chosen.memory)) / 1e9
-    x: Spec = {"field": "seconds", "type": "quantitative", "title": "step time, s"}
-    x |= {"scale": {"domain": [0.97 * least, _NEAR * report.chosen.seconds], "zero": False, "nice": False}}
-    y: Spec = {"field": "gb", "type": "quantitative", "title": "GB per device", "scale": {"domain": [0, most]}}
+    near = {"domain": [0.97 * least, _NEAR * report.chosen.seconds], "zero": False, "nice": False}
+    x = field("seconds", "quantitative", "step time, s", scale=near)
+    y = field("gb", "quantitative", "GB per device", scale={"domain": [0, most]})
     colors = {"range": ["#8aa4b8", BLUE, "#e69f00", ACCENT, "#3c9d8f", "#cc79a7", "#22272e", "#a6761d", "#7570b3"]}
-    color: Spec = {"field": "shown", "type": "nominal", "title": None, "sort": None, "scale": colors}
-    color["legend"] = {"orient": "top", "columns": 6}
-    shape: Spec = {"field": "state", "type": "nominal", "legend": None}
-    shape["scale"] = {"domain": list(STATES), "range": ["triangle-right", "circle", "diamond", "circle"]}
+    color = field("shown", "nominal", sort=None, scale=colors, legend={"orient": "top", "columns": 6})
+    shapes = {"domain": list(STATES), "range": ["triangle-right", "circle", "diamond", "circle"]}
+    shape = field("state", "nominal", scale=shapes, legend=None)
     size = {"condition": [{"test": f"datum.state === '{name}'", "value": n} for name, n in _SIZES], "value": 34}
-    told = [{"field": name, "title": title} for name, title in (("plan", "plan"), ("step", "step"), ("said", "memory"))]
-    told += [{"field": "why", "title": "terms"}, {"field": "run", "title": "command"}]
-    limit = {"values": [{"gb": report.limit / 1e9, "said": f"limit {report.limit / 1e9:.1f} GB"}]}
-    rule = {"type": "rule", "strokeDash": [6, 4], "color": ACCENT}
-    words = {"type": "text", "align": "right", "dy": -7, "color": ACCENT}
-    at = {"y": y, "x": {"value": {"expr": "width"}}, "text": {"field": "said"}}
+    told = tooltips(plan="plan", step="step", said="memory")
+    told += [] if alone else tooltips(why="terms", run="command")  # which the page's script writes
     zoom = {"type": "interval", "zoom": "wheel![event.shiftKey]"}
-    within: Spec = {
-        "mark": {"type": "rule", "clip": True, "color": INK},
-        "encoding": {"y": y, "x": {**x, "field": "low"}},
-    }
-    within["encoding"]["x2"] = {"field": "high"}
+    ends = {"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
+    within = {"mark": {"type": "rule", "clip": True, "color": INK}, "encoding": ends}
     point = {"type": "point", "filled": True, "clip": True, "opacity": 0.75}
     layers = [
-        {"data": limit, "mark": rule, "encoding": {"y": y}},
-        {"data": limit, "mark": words, "encoding": at},
+        *line("y", y, report.limit / 1e9, ACCENT, f"limit {report.limit / 1e9:.1f} GB"),
         {"transform": [{"filter": "isValid(datum.low)"}], **within},
         {
             "params": [{"name": "zoom", "select": zoom, "bind": "scales"}],

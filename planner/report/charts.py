@@ -65,12 +65,12 @@ def _rows(columns: dict[str, Any]) -> Spec:
     return {"data": {"values": [columns]}, "transform": [{"flatten": list(columns)}]}
 
 
-def _field(name: str, kind: str, title: str | None = None, **more: Any) -> Spec:
+def field(name: str, kind: str, title: str | None = None, **more: Any) -> Spec:
     """Return an encoding by a field; its axis has the title."""
     return {"field": name, "type": kind, "title": title, **more}
 
 
-def _told(**fields: str) -> list[Spec]:
+def tooltips(**fields: str) -> list[Spec]:
     """Return tooltips, title by field."""
     return [{"field": name, "title": title} for name, title in fields.items()]
 
@@ -103,27 +103,21 @@ def gains(report: Report) -> Spec:
     for n, other in enumerate(report.comparisons):
         more = slower(report, other)
         said = f"{percent(more)} · {duration(other.seconds)}"
-        row = {
-            "name": other.name,
-            "what": other.what,
-            "more": 100 * more,
-            "said": said,
-            "step": duration(other.seconds),
-        }
+        row = {"name": other.name, "what": other.what, "more": 100 * more, "said": said}
         if noise and not n:  # host order
             row |= {"low": 100 * (noise.gain - noise.std), "high": 100 * (noise.gain + noise.std)}
         rows.append(row)
-    y = _field("name", "ordinal", sort=None, axis=None, scale={"paddingInner": 0.0, "paddingOuter": 0.0})
-    x = _field("more", "quantitative", "longer step, %", axis={"tickCount": 6})
+    y = field("name", "ordinal", sort=None, axis=None, scale={"paddingInner": 0.0, "paddingOuter": 0.0})
+    x = field("more", "quantitative", "longer step, %", axis={"tickCount": 6})
     color = {"condition": {"test": "datum.more < 0", "value": ACCENT}, "value": MAIN}
 
-    def words(field: str, at: Any, dy: int, **mark: Any) -> Spec:
-        shown = {"y": y, "x": {"value": at}, "text": {"field": field}}
+    def words(name: str, at: Any, dy: int, **mark: Any) -> Spec:
+        shown = {"y": y, "x": {"value": at}, "text": {"field": name}}
         return {"mark": {"type": "text", "dy": dy, "fontSize": 12, "color": SOFT, **mark}, "encoding": shown}
 
     bar = {"type": "bar", "height": 12, "yOffset": 18, "cornerRadiusEnd": 2}
     layers = [
-        {"mark": bar, "encoding": {"x": x, "y": y, "color": color, "tooltip": _told(name="rule", what="", said="")}},
+        {"mark": bar, "encoding": {"x": x, "y": y, "color": color, "tooltip": tooltips(name="rule", what="", said="")}},
         words("name", 0, -18, align="left", color=INK, fontWeight=600, fontSize=13),
         words("what", 0, -2, align="left", limit={"expr": "width"}),
         words("said", {"expr": "width"}, -18, align="right", color=INK),
@@ -250,11 +244,11 @@ def _matrix(title: str, names: list[str], cells: list[Array], users: list[str], 
         if n <= _NAMED
         else None
     )
-    x = _field("to", "ordinal", axis=axis and {**axis, "orient": "top", "labelAngle": -90})
-    y = _field("from", "ordinal", axis=axis)
+    x = field("to", "ordinal", axis=axis and {**axis, "orient": "top", "labelAngle": -90})
+    y = field("from", "ordinal", axis=axis)
     shade = {"range": list(reversed(_FAST_TO_SLOW)), "zero": False, "nice": False}
-    color = _field("rate", "quantitative", "GB/s", scale=shade, legend={"gradientLength": 160})
-    told = _told(
+    color = field("rate", "quantitative", "GB/s", scale=shade, legend={"gradientLength": 160})
+    told = tooltips(
         from_name="from", to_name="to", rate="GB/s", noise="noise of samples, %", gb="GB a step", who="who uses it"
     )
     small, known_only = n > 40, [{"filter": "isValid(datum.rate)"}]
@@ -301,18 +295,18 @@ def step(report: Report, work: activity.Activity) -> Spec:
         "needs": needs,
     }
     data, unit_name = _rows(columns), factor[1]
-    told = _told(op="op", stage="stage", batch="micro-batch", took=f"takes, {unit_name}", begin=f"begins, {unit_name}")
-    told += _told(needs="waits for")
+    told = tooltips(op="op", stage="stage", batch="micro-batch", took=f"takes, {unit_name}", begin=f"begins, {unit_name}")
+    told += tooltips(needs="waits for")
     look = [
         {"calculate": "kinds[datum.what]", "as": "op"},
         {"calculate": "datum.mb < 0 ? '' : '' + datum.mb", "as": "batch"},
         {"calculate": "format(datum.end - datum.begin, '.4~g')", "as": "took"},
     ]
-    x = _field("begin", "quantitative", f"{unit_name} since the step began", axis={"grid": True}, scale={"nice": False})
-    y = _field("stage", "ordinal", "stage", scale={"paddingInner": 0.2}, sort=None)
+    x = field("begin", "quantitative", f"{unit_name} since the step began", axis={"grid": True}, scale={"nice": False})
+    y = field("stage", "ordinal", "stage", scale={"paddingInner": 0.2}, sort=None)
     names = [activity.NAMES[kind] for kind in kinds]
     scale = {"domain": names, "range": [_WORK[kind] for kind in kinds]}
-    color = _field("op", "nominal", scale=scale, legend=_legend(4))
+    color = field("op", "nominal", scale=scale, legend=_legend(4))
     zoom = {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.shiftKey]"}
     inner = "scale('x', datum.end) - scale('x', datum.begin)"
     number = {
@@ -365,12 +359,12 @@ def memory(report: Report) -> Spec:
         for n, (name, sizes) in enumerate(kinds.items())
         for stage in range(len(sizes))
     ]
-    x = _field("stage", "ordinal", "stage", axis={"labelAngle": 0, "labelOverlap": True})
-    y = _field("gb", "quantitative", "GB", axis={"tickCount": 6}, stack="zero")
+    x = field("stage", "ordinal", "stage", axis={"labelAngle": 0, "labelOverlap": True})
+    y = field("gb", "quantitative", "GB", axis={"tickCount": 6}, stack="zero")
     colors = dict(zip(kinds, itertools.cycle(_KINDS)))
-    color = _field("kind", "nominal", scale={"domain": list(colors), "range": list(colors.values())})
+    color = field("kind", "nominal", scale={"domain": list(colors), "range": list(colors.values())})
     color["legend"] = _legend(3)
-    told = _told(stage="stage", kind="what", gb="GB")
+    told = tooltips(stage="stage", kind="what", gb="GB")
     shown = {"x": x, "y": y, "color": color, "order": {"field": "order"}, "tooltip": told}
     layers: list[Spec] = [{"mark": {"type": "bar"}, "encoding": shown}]
     if len(total) <= 16:
@@ -381,11 +375,11 @@ def memory(report: Report) -> Spec:
     if held > 1.01 * total.max():
         lines.append((held, INK, f"allocated on every stage, {held / 1e9:.1f} GB"))
     for size, ink, words in lines:
-        layers += _line("y", y, size / 1e9, ink, words)
+        layers += line("y", y, size / 1e9, ink, words)
     return wide("Memory of each stage", data={"values": rows}, height=300, layer=layers)
 
 
-def _line(axis: str, along: Spec, value: float, color: str, words: str) -> list[Spec]:
+def line(axis: str, along: Spec, value: float, color: str, words: str) -> list[Spec]:
     """Return a dashed line across a chart at a value, with words."""
     data, place = {"values": [{"at": value, "said": words}]}, {axis: {**along, "field": "at", "stack": None}}
     text = {"type": "text", "align": "right", "dy": -7, "color": color, "fontSize": 12}
@@ -406,31 +400,26 @@ def scaling(report: Report) -> list[Spec]:
     assert found is not None
     first, rows = found.sizes[0], []
     for size in found.sizes:
-        row = {
-            "devices": size.devices,
-            "hosts": size.hosts,
-            "speed": size.tokens_per_second,
-            "knee": size is found.knee,
-        }
-        row |= {"ideal": first.tokens_per_second / first.devices * size.devices, "hours": found.device_hours(size)}
+        row = {"devices": size.devices, "hosts": size.hosts, "speed": size.tokens_per_second}
+        row |= {"knee": size is found.knee, "ideal": first.tokens_per_second / first.devices * size.devices, "hours": found.device_hours(size)}
         rows.append(row | {"said": tokens(size.tokens_per_second), "plan": plan_words(size.found)})
-    told = _told(hosts="hosts", devices="devices", said="tokens/s", hours="device hours", plan="plan")
+    told = tooltips(hosts="hosts", devices="devices", said="tokens/s", hours="device hours", plan="plan")
     devices = [size.devices for size in found.sizes]
-    x = _field(
+    x = field(
         "devices", "quantitative", "devices", scale={"type": "log", "base": 2}, axis={"values": devices, "format": ","}
     )
     dot = {"type": "point", "filled": True, "size": 80, "opacity": 1}
     color = {"condition": {"test": "datum.knee", "value": ACCENT}, "value": MAIN}
 
-    def panel(field: str, title: str, dashed: str = "") -> Spec:
-        y = _field(field, "quantitative", axis={"format": "~s"})
+    def panel(name: str, title: str, dashed: str = "") -> Spec:
+        y = field(name, "quantitative", axis={"format": "~s"})
         layers: list[Spec] = [
             {"mark": {"type": "line", "color": MAIN}, "encoding": {"x": x, "y": y}},
             {"mark": dot, "encoding": {"x": x, "y": y, "color": color, "tooltip": told}},
         ]
         if dashed:
-            line = {"type": "line", "strokeDash": [6, 4], "color": SOFT}
-            layers.insert(0, {"mark": line, "encoding": {"x": x, "y": {**y, "field": dashed}}})
+            dashes = {"type": "line", "strokeDash": [6, 4], "color": SOFT}
+            layers.insert(0, {"mark": dashes, "encoding": {"x": x, "y": {**y, "field": dashed}}})
         return wide(title, title=title, data={"values": rows}, height=240, layer=layers)
 
     speed = panel("speed", "Tokens/s, and (dashed) at the fewest hosts' rate", "ideal")
@@ -447,16 +436,16 @@ def what_ifs(report: Report) -> Spec:
             if seconds is not None:
                 said = f"{duration(seconds)}, {percent(seconds / today - 1)}"
                 rows.append({"change": changed.change, "which": which, "seconds": seconds, "said": said})
-    y = _field("change", "ordinal", sort=None, axis={"labelLimit": 160})
-    x = _field("seconds", "quantitative", "s a step", scale={"zero": False, "padding": 20})
+    y = field("change", "ordinal", sort=None, axis={"labelLimit": 160})
+    x = field("seconds", "quantitative", "s a step", scale={"zero": False, "padding": 20})
     colors = {"domain": ["new plan", "today's plan kept"], "range": [MAIN, SOFT]}
-    color = _field("which", "nominal", scale=colors, legend={"orient": "top"})
+    color = field("which", "nominal", scale=colors, legend={"orient": "top"})
     dot = {"type": "point", "filled": True, "size": 90, "opacity": 1}
-    told = _told(change="if", which="", said="step")
+    told = tooltips(change="if", which="", said="step")
     layers = [
         {"mark": {"type": "line", "color": GRID}, "encoding": {"x": x, "y": y, "detail": {"field": "change"}}},
         {"mark": dot, "encoding": {"x": x, "y": y, "color": color, "tooltip": told}},
-        *_line("x", x, today, ACCENT, "today"),
+        *line("x", x, today, ACCENT, "today"),
     ]
     return wide(
         "Step time if the cluster changes", data={"values": rows}, height=34 * len(report.what_ifs), layer=layers

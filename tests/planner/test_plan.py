@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import matplotlib.image
+import numpy as np
 import pytest
 
 from paxtrain.config import from_dict
@@ -32,7 +34,7 @@ def cluster_file(tmp_path) -> pathlib.Path:
 
 def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
     out = tmp_path / "plan"
-    flags = ("--explain", "--top=3", "--placed=1", "--sequence_parallel=both")
+    flags = ("--explain", "--top=3", "--placed=1", "--sequence_parallel=both", "--png")
     run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={out}", *flags)
     assert run.returncode == 0, run.stderr
     assert "sequence_parallel=" in run.stdout
@@ -56,6 +58,14 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
     assert from_dict(get_config()).model == config.model
     html = (out / "report.html").read_text()
     assert html.startswith("<!DOCTYPE html>") and "http" not in html.split("<body")[1].split("<script")[0]
+    charts = set(re.findall(r'data-chart="(\w+)"', html))
+    assert {path.stem for path in out.glob("*.png")} == charts >= {"step", "memory", "candidates", "links_before"}
+    for path in out.glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+        picture = matplotlib.image.imread(path)[..., :3]
+        assert abs(picture.shape[1] - 2160) <= 2 and 200 < picture.shape[0] < 2160, path
+        colored = np.ptp(picture, axis=-1) > 0.15  # axes, grids and words are gray
+        assert 1e-3 < colored.mean() < 0.9, path
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import altair
 import numpy as np
 import pytest
 
@@ -86,6 +87,28 @@ def test_what_is_saved_is_what_the_trainer_reads(found, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(paxtrain.UserError, match="cannot write the plan to"):
         found.save(tmp_path / "file")
+
+
+def test_notebooks_show_the_charts_with_the_numbers_of_the_plans_json(found):
+    told = found.json()
+    shown = found.chart()
+    assert "vegaEmbed" in shown._repr_mimebundle_()["text/html"]
+    with altair.renderers.enable("mimetype"):
+        made = shown._repr_mimebundle_()[0]
+    [spec] = [value for kind, value in made.items() if "vegalite" in kind]
+    data = spec["data"]["values"]
+    assert 0 < len(data) <= told["candidates"]
+    assert sum(row["state"] != "lower bound" for row in data) == told["simulated"]
+    assert sum(row["gb"] <= told["memory_limit_bytes"] / 1e9 for row in data) == told["fitting"]
+    ranked = sorted((row["seconds"], row["gb"]) for row in data if row["state"] in ("ranked", "chosen"))
+    wanted = sorted((row["step_seconds"], row["memory_bytes"] / 1e9) for row in told["ranked"])
+    assert np.array(ranked) == pytest.approx(np.array(wanted), rel=1e-4, abs=1e-3)
+    [chosen] = [row["seconds"] for row in data if row["state"] == "chosen"]
+    assert chosen == pytest.approx(told["ranked"][told["chosen"]]["step_seconds"], rel=1e-4)
+    asked = {one["field"] for layer in spec["layer"] for one in layer["encoding"].get("tooltip", ())}
+    assert asked and all(asked <= set(row) for row in data)
+    with pytest.raises(paxtrain.UserError, match=r"no chart 'steps', but gains, .*step, memory, candidates$"):
+        found.chart("steps")
 
 
 @pytest.mark.parametrize("scan", ["on", "off"])
