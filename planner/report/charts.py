@@ -295,7 +295,9 @@ def step(report: Report, work: activity.Activity) -> Spec:
         "needs": needs,
     }
     data, unit_name = _rows(columns), factor[1]
-    told = tooltips(op="op", stage="stage", batch="micro-batch", took=f"takes, {unit_name}", begin=f"begins, {unit_name}")
+    told = tooltips(
+        op="op", stage="stage", batch="micro-batch", took=f"takes, {unit_name}", begin=f"begins, {unit_name}"
+    )
     told += tooltips(needs="waits for")
     look = [
         {"calculate": "kinds[datum.what]", "as": "op"},
@@ -401,7 +403,11 @@ def scaling(report: Report) -> list[Spec]:
     first, rows = found.sizes[0], []
     for size in found.sizes:
         row = {"devices": size.devices, "hosts": size.hosts, "speed": size.tokens_per_second}
-        row |= {"knee": size is found.knee, "ideal": first.tokens_per_second / first.devices * size.devices, "hours": found.device_hours(size)}
+        row |= {
+            "knee": size is found.knee,
+            "ideal": first.tokens_per_second / first.devices * size.devices,
+            "hours": found.device_hours(size),
+        }
         rows.append(row | {"said": tokens(size.tokens_per_second), "plan": plan_words(size.found)})
     told = tooltips(hosts="hosts", devices="devices", said="tokens/s", hours="device hours", plan="plan")
     devices = [size.devices for size in found.sizes]
