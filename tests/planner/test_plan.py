@@ -64,8 +64,8 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
         picture = matplotlib.image.imread(path)[..., :3]
         assert abs(picture.shape[1] - 2160) <= 2 and 200 < picture.shape[0] < 2160, path
-        colored = np.ptp(picture, axis=-1) > 0.15  # axes, grids and words are gray
-        assert 1e-3 < colored.mean() < 0.9, path
+        colored = np.ptp(picture, axis=-1) > 0.15  # without its data a chart has at most 0.5% of these
+        assert 8e-3 < colored.mean() < 0.9, path
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
