@@ -345,6 +345,9 @@ class _Settings:
             starts = np.arange(different) * (len(links.alpha) // different)
             return paths(links, run.hosts[None] + starts[:, None, None], run.trial.seat).take(of)
 
+        # Each layer of weights in shards has its own collectives, which `sharded_step` counts.
+        buckets = 0 if run.trial.sharding == "zero3" else max(run.trial.stage_layers)
+
         def make() -> Paths:
             found = self._once((run.keys[1], self.key), along)
             # Other systems exchange the whole table, not a data rank's float32 part.
@@ -359,11 +362,11 @@ class _Settings:
                 hop=value("hop_ratio") * lone,
                 overhead=run.crosses * value("message_seconds"),
                 data=value("data_ratio"),
-                turns=1 + max(run.trial.stage_layers) * value("buckets"),
+                turns=1 + buckets * value("buckets"),
                 tied=value("tied_ratio") * whole,
             )
 
-        return self._once((run.keys[1], self.key, run.trial.element_bytes, max(run.trial.stage_layers)), make)
+        return self._once((run.keys[1], self.key, run.trial.element_bytes, buckets), make)
 
 
 def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:

@@ -120,6 +120,8 @@ TRAINERS: Mapping[str, TrainerFacts] = {
         overlaps=_EVERY,
         stalls=(1.9e-4, 3e-4, 0.03),
         published={
+            "matmul": (1.31, 0.04),
+            "memory": (1.35, 0.18),
             "attention": (1.66, 0.02),
             "backward": (2.72, 0.05),
             "head": (2.03, 0.14),

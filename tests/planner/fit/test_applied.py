@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from planner.fit.applied import EXECUTED, fitted_links, priced, profile, recalib
 from planner.fit.constants import NAMES
 from planner.fit.fitting import fit
 from planner.fit.trial_steps import TrialSteps, candidate, cluster_of
+from planner.runs import published
 from planner.runs.trials import Trial, parse
 from tests.planner.examples import MODEL, cluster
 
@@ -196,3 +198,30 @@ def test_what_a_fit_writes_is_what_a_plan_uses(tmp_path):
     problem = Problem(found, run.model, candidate(run, own=True))
     [planned] = problem.step(fabric(found), np.zeros((1, 2, 2), int)).total
     assert planned == pytest.approx(expected, rel=1e-12)
+
+
+RUNS = pathlib.Path(__file__).resolve().parents[4] / "shared/data/runs"
+
+
+@pytest.mark.skipif(not RUNS.is_dir(), reason="published runs are not in this checkout")
+@pytest.mark.parametrize(
+    ("name", "mean", "median"),
+    [("mpt_fsdp_a100", 0.05, 0.03), ("ultrascale_1b_8b", 0.19, 0.14), ("megatron_bridge", 0.15, 0.14)],
+)
+def test_constants_that_ship_predict_published_runs_without_any_fit(name, mean, median):
+    """Rows within 3 times the best of their group, at the rates that links of plans reach and usual latencies."""
+    links = {"intra_efficiency": 0.82, "inter_efficiency": 0.7, "spread": 0.0}
+    links |= {"intra_latency": 4e-6, "inter_latency": 12e-6}
+    rows = [run for run in published.read(RUNS / f"{name}.csv") if run.seconds and not (run.beyond or run.failed)]
+    best = {run.group: min(other.seconds for other in rows if other.group == run.group) for run in rows}
+    near = [run for run in rows if run.seconds < 3 * best[run.group]]
+    steps, slots = TrialSteps(near), np.ones((1, len(near), 1))
+
+    def errors(**changes: float) -> np.ndarray:
+        known = [profile(run.trainer) | links | changes for run in near]
+        values = np.array([[[one[constant] for constant in NAMES] for one in known]])
+        return np.abs(steps.seconds(values, slots, slots)[0] / [run.seconds for run in near] - 1)
+
+    found = errors()
+    assert found.mean() < mean and np.median(found) < median
+    assert errors(backward=4.0).mean() > 1.5 * mean  # a control
