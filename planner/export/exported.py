@@ -56,6 +56,7 @@ class MeshRanks:
     """The ranks of a trainer: of each its position in the mesh and its device.
 
     Attributes:
+        axes: names of the axes that are counted, in the order of the mesh.
         positions: [ranks, axes] of the mesh.
         host: [ranks] number of the host.
         device: [ranks] number of the device in the host.
@@ -63,6 +64,7 @@ class MeshRanks:
         per_host: devices of a host.
     """
 
+    axes: tuple[str, ...]
     positions: np.ndarray
     host: np.ndarray
     device: np.ndarray
@@ -90,7 +92,7 @@ class MeshRanks:
             f"{rank},{self.names[host]},{device},{','.join(map(str, position))}"
             for rank, (host, device, position) in enumerate(zip(self.host, self.device, self.positions.tolist()))
         ]
-        table = "\n".join([",".join(("rank", "host", "device", *MAIN)), *rows]) + "\n"
+        table = "\n".join([",".join(("rank", "host", "device", *self.axes)), *rows]) + "\n"
         if self.follow:
             hosts = [f"{self.names[host]} slots={self.per_host}\n" for host in self.host[:: self.per_host]]
             return {"ranks.csv": table, "hostfile": "".join(hosts)}
@@ -125,7 +127,8 @@ def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
 
     Args:
         plan: the plan.
-        order: axes in the order in which a trainer counts ranks, slowest first.
+        order: axes in the order in which a trainer counts ranks, slowest first; of those besides data, pipe and tensor
+            the ones with several devices count.
 
     Raises:
         UserError: the plan does not say how many devices a host has, or has several of an axis that is not among them.
@@ -135,6 +138,7 @@ def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
             "the plan has devices_per_host=0, so its ranks have no hosts; plan anew, or write the number into the plan"
         )
     mesh, axes, shape = plan.mesh, list(plan.mesh.sizes), tuple(plan.mesh.sizes.values())
+    order = [axis for axis in order if axis in MAIN or mesh.sizes[axis] > 1]
     devices = np.array(plan.device_order or range(mesh.devices)).reshape(shape)
     index, others = np.indices(shape), [axis for axis in axes if axis not in order]
     if several := {axis: mesh.sizes[axis] for axis in others if mesh.sizes[axis] > 1}:
@@ -143,8 +147,9 @@ def mesh_ranks(plan: Plan, order: Sequence[str]) -> MeshRanks:
     flat = devices.transpose(turned).ravel()
     per_host = plan.devices_per_host
     names = plan.hosts or _made_up(mesh.devices // per_host)
-    positions = np.stack([index[axes.index(axis)].transpose(turned).ravel() for axis in axes if axis in order], axis=1)
-    return MeshRanks(positions, flat // per_host, flat % per_host, names, per_host)
+    counted = tuple(axis for axis in axes if axis in order)
+    positions = np.stack([index[axes.index(axis)].transpose(turned).ravel() for axis in counted], axis=1)
+    return MeshRanks(counted, positions, flat // per_host, flat % per_host, names, per_host)
 
 
 def best_order(plan: Plan, orders: Mapping[str, Sequence[str]]) -> tuple[str, MeshRanks]:

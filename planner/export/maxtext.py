@@ -1,6 +1,7 @@
 """A plan as MaxText's settings, key=value as its pyconfig takes them.
 
-The mesh's axes are data, stage and tensor, slowest first, so ranks count as the plan's positions do.
+The mesh's axes are data, stage, fsdp, context and tensor, slowest first, so ranks count as the plan's positions do,
+except that data ranks which share all weights in shards follow the stages.
 
 References:
     AI-Hypercomputer/maxtext, maxtext/configs/base.yml, maxtext/layers/embeddings.py and
@@ -8,7 +9,7 @@ References:
 """
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import DATA, PIPE, TENSOR
+from paxtrain.config.axes import CONTEXT, DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
 from paxtrain.model.parameters import architecture, traits
 from planner.export.exported import (
@@ -34,6 +35,8 @@ _DECODERS = {
     "gemma3": "gemma3",
 }
 _BY_NAME = ("olmo2", "gemma3")  # their decoders ask model_name, and each of their layers which one it is
+_EXCHANGES = {"ring": "ring", "gather": "all_gather", "heads": "all_gather"}  # "ulysses" is for TPUs
+_SEGMENTS = 64
 _REMAT = {"inputs": "full", "layer_inputs": "full", "dots": "minimal", "residuals": "none"}
 
 
@@ -48,7 +51,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     Raises:
         UserError: MaxText cannot be told of the model.
     """
-    where = mesh_ranks(plan, (DATA, PIPE, TENSOR))
+    where = mesh_ranks(plan, (*((PIPE, DATA) if _groups(plan) == 1 else (DATA, PIPE)), CONTEXT, TENSOR))
     settings = {**_model(model), **_own(model), **_parallel(plan, model, layers)}
     text = "".join(f"{key}={_written(value)}\n" for key, value in settings.items())
     program = "python -m maxtext.trainers.pre_train.train $(cat maxtext.args) run_name=... dataset_path=..."
@@ -180,6 +183,11 @@ def _gemma(model: ModelConfig) -> dict[str, object]:
     }
 
 
+def _groups(plan: Plan) -> int:
+    """Return the number of groups of data ranks that have whole weights; each has them in shards."""
+    return plan.mesh.copies if plan.mesh.shard == "weights" and plan.mesh.data > 1 else plan.mesh.data
+
+
 def _parallel(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> dict[str, object]:
     """Return the settings of the mesh, the batch and the layers of each stage.
 
@@ -192,18 +200,25 @@ def _parallel(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> dict[s
         raise cannot("MaxText", f"model.family={model.family} with mesh.pipe={mesh.pipe}", "mesh.pipe=1")
     if not each:
         raise cannot("MaxText", f"{len(layers)} stages of {sum(layers)} layers in pairs", "fewer stages")
+    groups = _groups(plan)
+    if mesh.pipe > 1 and 1 < groups < mesh.data:
+        raise cannot("MaxText", f"mesh.shard_group={mesh.shard_group} with mesh.pipe={mesh.pipe}", "mesh.shard_group=0")
     found: dict[str, object] = {
         "hardware": "gpu",
-        "ici_data_parallelism": mesh.data,
-        "ici_fsdp_parallelism": 1,
+        "ici_data_parallelism": groups,
+        "ici_fsdp_parallelism": mesh.data // groups,
         "ici_pipeline_parallelism": mesh.pipe,
         "ici_tensor_parallelism": mesh.tensor,
         "dcn_data_parallelism": 1,
-        "shard_optimizer_over_data": mesh.zero1 and mesh.data > 1,
+        "shard_optimizer_over_data": mesh.zero1 and groups == mesh.data > 1,
         "remat_policy": _REMAT[plan.pipeline.save],
     }
     if mesh.sequence_parallel and mesh.tensor > 1:
         found |= {"ici_tensor_parallelism": 1, "ici_tensor_sequence_parallelism": mesh.tensor}
+    if mesh.context > 1:
+        found |= {"ici_context_parallelism": mesh.context, "context_parallel_strategy": _EXCHANGES[mesh.context_form]}
+        # Transformer Engine's attention, which alone has this on GPUs, asks for a number of documents.
+        found |= {"attention": "cudnn_flash_te", "max_segments_per_seq": _SEGMENTS}
     micro_batches = batch.global_batch // mesh.data // batch.micro_batch
     if mesh.pipe > 1:
         return found | {
@@ -215,7 +230,7 @@ def _parallel(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> dict[s
             "scan_layers": False,
         }
     return found | {
-        "per_device_batch_size": batch.micro_batch / mesh.tensor,
+        "per_device_batch_size": batch.micro_batch * mesh.data / mesh.devices,
         "gradient_accumulation_steps": micro_batches,
     }
 
@@ -233,6 +248,16 @@ def _inexpressible(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> l
             found.append(
                 "MaxText refuses micro-batches that are no multiple of the stages; change micro_batch or the batch"
             )
+    if plan.mesh.context > 1:
+        found.append(f"a sequence has {_SEGMENTS} documents at most (max_segments_per_seq); write what your data need")
+    if plan.mesh.context > 1 and plan.mesh.context_form == "heads":
+        found.append("MaxText gathers keys and values on GPUs instead of exchanging tokens for heads")
+    if plan.mesh.shard == "gradients" and plan.mesh.data > 1:
+        found.append(
+            "MaxText keeps whole sums of gradients (ZeRO-1), so it takes more memory than mesh.shard=gradients"
+        )
+    if 1 < (groups := _groups(plan)) < plan.mesh.data:
+        found.append(f"the optimizer's state is split inside groups alone, so it takes {groups} times the memory")
     if plan.pipeline.save in ("inputs", "dots"):
         found.append(f"save={plan.pipeline.save} becomes remat_policy={_REMAT[plan.pipeline.save]}, which comes near")
     return found

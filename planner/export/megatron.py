@@ -9,14 +9,16 @@ References:
 """
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import DATA, PIPE, TENSOR
+from paxtrain.config.axes import CONTEXT, DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
 from paxtrain.model.parameters import traits
 from paxtrain.schedule.schedules import spec_of
 from planner.export.exported import Exported, best_order, cannot, common, option, require_known, require_llama3, runs
 
 _FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
-_ORDERS = {"": (PIPE, DATA, TENSOR), "--use-tp-pp-dp-mapping": (DATA, PIPE, TENSOR)}
+_ORDERS = {"": (PIPE, DATA, CONTEXT, TENSOR), "--use-tp-pp-dp-mapping": (DATA, PIPE, CONTEXT, TENSOR)}
+_EXCHANGES = {"ring": "p2p", "gather": "allgather", "heads": "a2a"}  # of keys and values
+_SHARDED = {"gradients": "optim_grads", "weights": "optim_grads_params"}
 _SAVES = {
     "inputs": "keeps only what a stage begins with; --recompute-num-layers of a whole stage comes near",
     "dots": "keeps matrix products; selective recomputation keeps all but attention, which takes more memory",
@@ -37,8 +39,9 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     mapping, where = best_order(plan, _ORDERS)
     lines = [*_model(model), *_parallel(plan, layers), *_memory(plan, layers), *([mapping] if mapping else [])]
     files = {"megatron.args": "\n".join(lines) + "\n", **where.files()}
-    # Its validate_args refuses tensor parallelism without on GPUs before Blackwell.
-    variables = "CUDA_DEVICE_MAX_CONNECTIONS=1" if plan.mesh.tensor > 1 else ""
+    # Its validate_args refuses tensor and context parallelism without on GPUs before Blackwell, and FSDP with it.
+    several = plan.mesh.tensor * plan.mesh.context > 1 and not _fsdp(plan)
+    variables = "CUDA_DEVICE_MAX_CONNECTIONS=1" if several else ""
     start = where.torchrun("pretrain_gpt.py $(cat megatron.args) ...", variables)
     schedule = "interleaved_1f1b" if plan.pipeline.virtual_stages > 1 else "1f1b"
     said = (*common(plan, model), *_inexpressible(plan, model))
@@ -121,10 +124,23 @@ def _parallel(plan: Plan, layers: tuple[int, ...]) -> list[str]:
         lines.append(f"--num-layers-per-virtual-pipeline-stage {layers[0]}")
     if mesh.sequence_parallel and mesh.tensor > 1:
         lines.append("--sequence-parallel")
+    if mesh.context > 1:
+        lines += [f"--context-parallel-size {mesh.context}", f"--cp-comm-type {_EXCHANGES[mesh.context_form]}"]
     if mesh.zero1 and mesh.data > 1:
         lines.append("--use-distributed-optimizer")
+    if _fsdp(plan):
+        lines += ["--use-megatron-fsdp", "--ckpt-format fsdp_dtensor", "--no-gradient-accumulation-fusion"]
+        lines.append(f"--data-parallel-sharding-strategy {_SHARDED[mesh.shard]}")
+    if _fsdp(plan) and mesh.copies > 1:
+        lines.append(f"--num-distributed-optimizer-instances {mesh.copies}")
+        lines += ["--outer-dp-sharding-strategy optim"] * (mesh.shard == "weights")
     lines.append("--grad-reduce-in-bf16" if mesh.reduce_dtype == "bfloat16" else "--accumulate-allreduce-grads-in-fp32")
     return lines
+
+
+def _fsdp(plan: Plan) -> bool:
+    """Return whether more than the optimizer's state is in shards, which Megatron-FSDP has."""
+    return plan.mesh.shard in _SHARDED and plan.mesh.data > 1
 
 
 def _memory(plan: Plan, layers: tuple[int, ...]) -> list[str]:

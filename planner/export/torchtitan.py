@@ -1,7 +1,7 @@
 """A plan as a configuration for torchtitan, in Python as torchtitan 0.3 takes it.
 
-Ranks count tensor fastest, then data, then pipe. torchtitan's own configurations have sizes, rotary angles and a head
-of their own, so the model is written out; everything else is that of its Llama 3 of 8B, or its Qwen 3 of 14B.
+Ranks count tensor fastest, then context, data and pipe. torchtitan's own configurations have sizes, rotary angles and a
+head of their own, so the model is written out; everything else is that of its Llama 3 of 8B, or its Qwen 3 of 14B.
 
 References:
     pytorch/torchtitan, torchtitan/config/configs.py, torchtitan/models/{llama3,qwen3}/__init__.py,
@@ -9,7 +9,7 @@ References:
 """
 
 from paxtrain.config import ModelConfig
-from paxtrain.config.axes import DATA, PIPE, TENSOR
+from paxtrain.config.axes import CONTEXT, DATA, PIPE, TENSOR
 from paxtrain.config.plan import Plan
 from planner.export.exported import Exported, cannot, common, mesh_ranks, require_all_seen, require_known
 
@@ -73,7 +73,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     if model.head_size and model.family != "qwen3":
         what = f"a {model.family} with model.head_size={model.head_size}"
         raise cannot("torchtitan", what, "0, or model.family=qwen3")
-    where = mesh_ranks(plan, (PIPE, DATA, TENSOR))
+    where = mesh_ranks(plan, (PIPE, DATA, CONTEXT, TENSOR))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}
     program = "-m torchtitan.train --module torchtitan_plan --config planned --hf_assets_path=..."
     start = where.torchrun(program, "PYTHONPATH=.")
@@ -154,6 +154,8 @@ def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> s
         f"        enable_sequence_parallel={mesh.sequence_parallel},",
         f"        pipeline_parallel_degree={mesh.pipe},",
     ]
+    if mesh.context > 1:  # the balancer of masks of FlexAttention's blocks
+        lines += [f"        context_parallel_degree={mesh.context},", '        context_parallel_load_balancer="ptrr",']
     if mesh.pipe > 1:
         lines += [
             f'        pipeline_parallel_schedule="{_SCHEDULES.get(plan.pipeline.schedule_key, "1F1B")}",',
@@ -182,6 +184,8 @@ def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
     if plan.mesh.copies > 1:
         held = f"inside groups of {plan.mesh.shard_group} data ranks"
         found.append(f"the optimizer's state is split {held} alone, so it takes {plan.mesh.copies} times the memory")
+    if plan.mesh.context > 1:
+        found.append("torchtitan gives devices blocks of the sequence by their work, and gathers keys and values")
     if plan.pipeline.save in ("inputs", "dots"):
         found.append(f"save={plan.pipeline.save} becomes {_RECOMPUTED[plan.pipeline.save]}, which keeps something else")
     if plan.mesh.reduce_dtype == "bfloat16":

@@ -3,7 +3,10 @@
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
+
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
+from paxtrain.config.axes import MAIN
 from paxtrain.config.plan import Plan
 
 DEVICES, PER_HOST = 16, 4
@@ -40,10 +43,10 @@ class Case:
         return max(self.plan.batch.rank_micro_batches(self.plan.mesh))
 
     @property
-    def positions(self) -> list[tuple[int, int, int]]:
-        """Data, pipe and tensor of each device, in the order of the plan's devices."""
-        mesh = self.plan.mesh
-        found = [(d, p, t) for d in range(mesh.data) for p in range(mesh.pipe) for t in range(mesh.tensor)]
+    def positions(self) -> list[tuple[int, ...]]:
+        """Data, pipe, context if there is, and tensor of each device, in the order of the plan's devices."""
+        sizes = [size for axis, size in self.plan.mesh.sizes.items() if axis in MAIN or size > 1]
+        found = list(np.ndindex(*sizes))
         return [found[self.plan.device_order.index(device)] for device in range(DEVICES)]
 
 

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from paxtrain.config import BatchConfig
+from paxtrain.config import BatchConfig, MeshConfig
 from paxtrain.config.options import OptionValues
 from planner.export.exported import USUAL_LLAMA3
 from tests.planner.export import cases
@@ -76,6 +76,67 @@ def of_families(trainer: str, families: list[tuple[str, dict, dict]], folder: pa
         model = dataclasses.replace(LLAMA, family=family, **values)
         texts.append(text(trainer, dataclasses.replace(case, model=model)))
     return ask(trainer, texts, folder)
+
+
+# Plans whose weights are in shards, or whose sequences devices share, and what each trainer makes of it: Megatron-LM's
+# FSDP, strategy, groups, context and its exchange; torchtitan's groups, shards, gathers and context; MaxText's groups,
+# shards, context and its exchange, with its attention.
+SHARED: list[tuple[dict, list, list, list]] = [
+    (
+        {"data": 16, "shard": "weights"},
+        [True, "optim_grads_params", 1, 1, ["p2p"]],
+        [1, 16, "always", 1],
+        [1, 16, 1, "all_gather", "autoselected"],
+    ),
+    (
+        {"data": 8, "tensor": 2, "shard": "weights", "shard_group": 4},
+        [True, "optim_grads_params", 2, 1, ["p2p"]],
+        [2, 4, "always", 1],
+        [2, 4, 1, "all_gather", "autoselected"],
+    ),
+    (
+        {"data": 4, "pipe": 2, "tensor": 2, "shard": "weights"},
+        [True, "optim_grads_params", 1, 1, ["p2p"]],
+        [1, 4, "always", 1],
+        [1, 4, 1, "all_gather", "autoselected"],
+    ),
+    (
+        {"data": 8, "context": 2, "shard": "gradients"},
+        [True, "optim_grads", 1, 2, ["p2p"]],
+        [1, 8, "never", 2],
+        [8, 1, 2, "ring", "cudnn_flash_te"],
+    ),
+    (
+        {"data": 2, "pipe": 2, "context": 2, "tensor": 2, "context_form": "gather"},
+        [False, "optim_grads_params", 1, 2, ["allgather"]],
+        [1, 2, "never", 2],
+        [2, 1, 2, "all_gather", "cudnn_flash_te"],
+    ),
+    (
+        {"data": 2, "context": 8, "context_form": "heads", "shard": "none"},
+        [False, "optim_grads_params", 1, 8, ["a2a"]],
+        [2, 1, "never", 8],
+        [2, 1, 8, "all_gather", "cudnn_flash_te"],
+    ),
+]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_shards_of_weights_and_shared_sequences_are_understood(trainer, tmp_path):
+    every = []
+    for values, *_ in SHARED:
+        mesh = MeshConfig(**{"data": 1, "pipe": 1, "tensor": 1} | values)
+        pipeline = dataclasses.replace(ALL[0].plan.pipeline, pipe_layers="", schedule="1f1b", virtual_stages=1)
+        order = sorted(range(cases.DEVICES), key=lambda device: device % 4)
+        plan = dataclasses.replace(ALL[0].plan, mesh=mesh, pipeline=pipeline, device_order=tuple(order))
+        every.append(Case(plan, LLAMA, pipeline.layers_per_virtual_stage(LLAMA.layers, mesh.pipe)))
+    answers = ask(trainer, [text(trainer, case) for case in every], tmp_path)
+    column = list(TRAINERS).index(trainer) + 1
+    for case, row, found in zip(every, SHARED, answers, strict=True):
+        assert "refused" not in found, (found, row[0])
+        assert found["shared"] == row[column], row[0]
+        assert found["micro_batches"] == case.micro_batches
+        check_ranks(trainer, case, found)
 
 
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------

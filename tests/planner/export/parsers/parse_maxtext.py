@@ -59,6 +59,7 @@ _NORMS = {
         "post_mlp_layer_norm": "post_feedforward_layernorm",
     },
 }
+AXES = ("data", "stage", "fsdp", "context", "tensor", "tensor_sequence")
 _MATRICES = {"wi_0": "mlp.gate_proj", "wi_1": "mlp.up_proj", "wo": "mlp.down_proj"}
 OF_MODEL = ("attention_bias", "use_qk_norm", "rope_type", "rope_linear_scaling_factor", "rope_max_timescale")
 OF_LAYERS = ("attn_logits_soft_cap", "final_logits_soft_cap", "sliding_window_size", "local_rope_max_timescale")
@@ -208,14 +209,17 @@ def understood(text: str, devices: int, arrays: str = "") -> dict:
     if arrays:
         return numbers(pyconfig.HyperParameters(config), jax.sharding.Mesh(mesh, config.mesh_axes), arrays)
     sizes = dict(zip(config.mesh_axes, mesh.shape))
-    ids = np.vectorize(lambda device: device.id)(mesh).reshape(sizes["data"], sizes["stage"], -1)
-    found = [[0, 0, 0] for _ in range(devices)]
-    for position in np.ndindex(ids.shape):
-        found[ids[position]] = list(position)
+    parts = [sizes[axis] for axis in ("data", "stage", "fsdp", "context")]
+    ids = np.vectorize(lambda device: device.id)(mesh).reshape(*parts, -1)
+    found = [[0, 0, 0, 0] for _ in range(devices)]
+    for group, stage, shard, part, tensor in np.ndindex(ids.shape):
+        shared = [part] if sizes["context"] > 1 else []
+        found[ids[group, stage, shard, part, tensor]] = [group * sizes["fsdp"] + shard, stage, *shared, tensor]
     per_pass = config.num_pipeline_microbatches if config.using_pipeline_parallelism else 1
     return {
         "positions": found,
-        "others": [size for axis, size in sizes.items() if axis not in ("data", "stage", "tensor", "tensor_sequence")],
+        "others": [size for axis, size in sizes.items() if axis not in AXES],
+        "shared": [sizes["data"], sizes["fsdp"], sizes["context"], config.context_parallel_strategy, config.attention],
         "stages": [config.num_layers_per_pipeline_stage, config.num_pipeline_repeats, config.pipeline_parallel_layers],
         "micro_batches": per_pass * config.gradient_accumulation_steps,
         "global_batch": config.global_batch_size_to_train_on,

@@ -38,6 +38,8 @@ from torch.overrides import TorchFunctionMode
 
 HOPPER = 9
 OF_MODEL = ("kv_channels", "add_qkv_bias", "qk_layernorm", "window_size", "no_rope_freq")
+SHARED = ("use_megatron_fsdp", "data_parallel_sharding_strategy", "num_distributed_optimizer_instances")
+SHARED += ("context_parallel_size", "cp_comm_type")
 OF_POSITIONS = ("rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
 # What a plan says nothing about, and validate_args asks for; fused rotary positions would need Transformer Engine.
 OTHERS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50256 --lr 1e-4 --train-iters 10 --no-rope-fusion"
@@ -66,7 +68,8 @@ _GPT2_LAYER = {
 
 def parse(text: str, devices: int, more: str = ""):
     """Return Megatron-LM's arguments and its configuration of the model."""
-    os.environ |= {"WORLD_SIZE": str(devices), "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    connections = "8" if "--use-megatron-fsdp" in text else "1"
+    os.environ |= {"WORLD_SIZE": str(devices), "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": connections}
     sys.argv = ["pretrain_gpt.py", *text.split(), *OTHERS.split(), *more.split()]
     arguments.get_device_arch_version = lambda: HOPPER
     args = arguments.validate_args(arguments.parse_args())
@@ -76,10 +79,11 @@ def parse(text: str, devices: int, more: str = ""):
 def positions(args) -> list[list[int]]:
     """Return data, pipe and tensor of each rank, from the groups that initialize.py makes."""
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    sizes = {"tp": args.tensor_model_parallel_size, "dp": args.data_parallel_size}
-    groups = parallel_state.RankGenerator(ep=1, cp=1, pp=args.pipeline_model_parallel_size, order=order, **sizes)
-    found = [[0, 0, 0] for _ in range(args.world_size)]
-    for column, axis in enumerate(("dp", "pp", "tp")):
+    sizes = {"tp": args.tensor_model_parallel_size, "dp": args.data_parallel_size, "cp": args.context_parallel_size}
+    groups = parallel_state.RankGenerator(ep=1, pp=args.pipeline_model_parallel_size, order=order, **sizes)
+    axes = ("dp", "pp", "cp", "tp") if args.context_parallel_size > 1 else ("dp", "pp", "tp")
+    found = [[0] * len(axes) for _ in range(args.world_size)]
+    for column, axis in enumerate(axes):
         for group in groups.get_ranks(axis):
             for place, rank in enumerate(group):
                 found[rank][column] = place
@@ -210,6 +214,7 @@ def understood(text: str, devices: int, arrays: str = "") -> dict:
         "micro_batches": batches.get(),
         "sequence_parallel": config.sequence_parallel,
         "zero1": args.use_distributed_optimizer,
+        "shared": [getattr(args, name) for name in SHARED],
         "reduce_dtype": "float32" if args.accumulate_allreduce_grads_in_fp32 else "bfloat16",
         "recompute": [config.recompute_granularity, config.recompute_method, config.recompute_num_layers],
         "sizes": [config.num_layers, config.hidden_size, config.ffn_hidden_size, config.num_attention_heads],

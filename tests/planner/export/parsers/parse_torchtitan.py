@@ -58,9 +58,11 @@ def positions(dims: ParallelDims) -> list[list[int]]:
     torch.distributed.init_process_group("fake", rank=0, world_size=dims.world_size)
     try:
         dims.build_mesh()
-        found = [[0, 0, 0] for _ in range(dims.world_size)]
-        for column, axis in enumerate(("batch", "pp", "tp")):
-            if (dims.dp_replicate * dims.dp_shard, dims.pp, dims.tp)[column] == 1:
+        sizes = {"batch": dims.dp_replicate * dims.dp_shard, "pp": dims.pp, "cp": dims.cp, "tp": dims.tp}
+        axes = [axis for axis in sizes if axis != "cp" or dims.cp > 1]
+        found = [[0] * len(axes) for _ in range(dims.world_size)]
+        for column, axis in enumerate(axes):
+            if sizes[axis] == 1:
                 continue
             layout = dims.get_mesh(axis)._layout
             for group in layout.remap_to_tensor(torch.arange(dims.world_size)).reshape(-1, layout.numel()).tolist():
@@ -175,6 +177,7 @@ def understood(text: str, devices: int, arrays: str = "") -> dict:
         "micro_batches": steps * split,
         "sequence_parallel": parallelism.enable_sequence_parallel,
         "zero1": dims.dp_shard > 1,
+        "shared": [dims.dp_replicate, dims.dp_shard, parallelism.fsdp_reshard_after_forward, dims.cp],
         "recompute": type(ac).__qualname__ if ac else None,
         "sequence": training.seq_len,
         "schedule": parallelism.pipeline_parallel_schedule,
