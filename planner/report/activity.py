@@ -204,7 +204,7 @@ def waits(bars: list[Bar], stages: tuple[int, ...]) -> list[str]:
 
 
 def caption(report: Report, work: Activity) -> str:
-    """Return in words whose step it is, and which stage waits longest."""
+    """Return in words whose step it is, and where transfers are exposed longest."""
     c = report.chosen.candidate
     parts = [
         f"The pipeline of data rank {work.rank}, which ends last; numbers are its {c.rank_micro_batches[work.rank]} "
@@ -219,8 +219,8 @@ def caption(report: Report, work: Activity) -> str:
                 exposed[bar.stage] += bar.end - bar.begin
         worst = int(np.argmax(exposed))
         parts.append(
-            f"Stage {worst} waits longest for exposed transfers: {duration(exposed[worst])} "
-            f"({share(exposed[worst] / work.total)} of the step)."
+            f"Transfers are exposed longest on stage {worst}, for {duration(exposed[worst])} "
+            f"({share(exposed[worst] / work.total)} of the step); white is waiting for other stages."
             if exposed[worst] > 0
             else "No transfer is exposed: compute hides them all."
         )

@@ -145,7 +145,7 @@ def chart(report: Report, alone: bool = False) -> Spec:
     shape = field("state", "nominal", scale=shapes, legend=None)
     size = {"condition": [{"test": f"datum.state === '{name}'", "value": n} for name, n in _SIZES], "value": 34}
     told = tooltips(plan="plan", step="step", said="memory")
-    told += [] if alone else tooltips(why="terms", run="command")  # which the page's script writes
+    told += [] if alone else tooltips(why="terms", run="planned again by")  # which the page's script writes
     zoom = {"type": "interval", "zoom": "wheel![event.shiftKey]"}
     ends = {"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
     within = {"mark": {"type": "rule", "clip": True, "color": INK}, "encoding": ends}

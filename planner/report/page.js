@@ -64,6 +64,7 @@
   const took = (i) => {
     const words = seconds(table.seconds[i]), known = table.details[i];
     if (!table.state[i]) return `${words} at least (lower bound, not simulated)`;
+    if (table.state[i] < 2) return `${words} (devices in order, not placed)`;
     return known && known.low ? `${words} (${seconds(known.low)} to ${seconds(known.high)} with 80%)` : words;
   };
   const memory = (i) => {
@@ -111,6 +112,13 @@
     const words = `${number(matching.length)} of ${number(last)} candidates: ${number(inside.length)} fit in memory, ` +
       `${number(count(1))} were simulated, ${number(count(2))} are ranked.`;
     document.getElementById("count").textContent = words;
+    // The search did not need those: they could not be better than what it found among all candidates.
+    const best = Math.min(...inside.filter((i) => table.state[i]).map((i) => table.seconds[i]));
+    const open = inside.filter((i) => !table.state[i] && table.seconds[i] < best).map((i) => table.seconds[i]);
+    const first = isFinite(best) ? "could be quicker than the first below: " : "";
+    document.getElementById("open").textContent = !open.length ? "" : `Of those that fit, ${number(open.length)} were not ` +
+      `simulated${first ? ` and ${first}` : ": "}their bounds begin at ${seconds(Math.min(...open))}. ` +
+      "Planned again with flags for these, the search simulates the best of them.";
     list();
   };
 
@@ -143,7 +151,8 @@
     const [ta, tb] = [a, b].map((i) => table.seconds[i]);
     const [quick, slow, names] = ta <= tb ? [a, b, "AB"] : [b, a, "BA"];
     const least = table.seconds[slow], most = table.seconds[quick];
-    const head = `${names[0]} is quicker than ${names[1]} by ${percent(least / most - 1)} of its step`;
+    const head = `${names[0]} is quicker than ${names[1]} by ${percent(least / most - 1)} of its step` +
+      (table.state[quick] > 1 && table.state[slow] === 1 ? `, placed beside ${names[1]} with devices in order` : "");
     if (!table.state[quick]) return `Only a lower bound of ${names[0]} is known, ${seconds(most)}: it takes that or longer.`;
     if (!table.state[slow]) return `${head}, or by more: of ${names[1]} only a lower bound is known.`;
     const [one, other] = [table.details[quick], table.details[slow]];
@@ -151,7 +160,7 @@
     const parts = table.terms.map((name, n) => [(other.terms[n] - one.terms[n]) / one.seconds, name]);
     const told = parts.filter(([x]) => Math.abs(x) >= 5e-4).sort(([x], [y]) => Math.abs(y) - Math.abs(x));
     const words = told.map(([x, name]) => `${percent(Math.abs(x))} ${x > 0 ? "more" : "less"} ${name}`);
-    return `${head}: ${names[1]} has ${words.join(", ") || "the same terms"}.`;
+    return `${head}: of this step ${names[1]} has ${words.join(", ") || "the same terms"}.`;
   };
 
   const compare = () => {
@@ -173,7 +182,7 @@
         lines.push([name, ...known.map((one) => (one ? seconds(one.terms[n]) : "not known"))]);
     });
     if (known.some(Boolean)) lines.push(["layers and codecs", ...known.map((one) => (one ? one.words : "not known"))]);
-    lines.push(["command", ...chosen.map(asked)]);
+    lines.push(["planned again by", ...chosen.map(asked)]);
     lines.forEach((cells, n) => {
       const line = make("tr");
       cells.forEach((words, k) => line.append(make(n && k ? "td" : "th", words, { class: n > 2 || k ? "words long" : "words" })));
@@ -202,7 +211,7 @@
           (key) => { filters[column.name] = key === "" ? undefined : Number(key); });
     const box = make("input", undefined, { name: "limit", type: "number", min: "0", step: "any", placeholder: "any" });
     box.addEventListener("input", () => { limit = box.value === "" ? Infinity : Number(box.value); refresh(); });
-    control("at most, GB", box);
+    control("at most, GB with the margin", box);
     const colors = [["state", "what is known"], ...table.columns.filter((c) => c.values.length > 1).map((c) => [c.name, c.label])];
     select("color by", "color", colors, (name) => { colored = name; });
     views.candidates.addEventListener("click", (_, item) => {

@@ -382,4 +382,5 @@ def _explained(report: Report) -> tuple[HtmlTable, ...]:
 
 
 def _sources(report: Report) -> tuple[tuple[str, str], ...]:
-    return (*report.sources.items(), *([("command", report.command)] if report.command else []))
+    train = "beside this page: python -m paxtrain.train --config=CONFIG --plan=plan.json trains as it says"
+    return (*report.sources.items(), *([("command", report.command), ("plan.json", train)] if report.command else []))

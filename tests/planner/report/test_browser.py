@@ -130,6 +130,16 @@ def test_filters_narrow_to_the_numbers_of_the_plans_json(browser, found):
     fits = outcome.bytes <= report.limit
     kinds = [int((where & some).sum()) for some in (fits, simulated, ranked)]
     assert counted(browser) == [where.sum(), len(fits), *kinds]
+    known = {int(i): float(x) for i, x, *_ in outcome.points} | {f.index: f.seconds for f in outcome.ranked}
+    for some in (where, np.ones_like(where)):
+        quickest = min((x for i, x in known.items() if some[i] and fits[i]), default=np.inf)
+        rest = some & fits & ~simulated & (np.array(outcome.bounds, float) < quickest)
+        said = browser.find_element("id", "open").text.replace(",", "")
+        assert int(re.search(r"fit (\d+) were not simulated", said)[1]) == rest.sum() if rest.any() else not said
+        choose(browser, "tensor", "any")
+        choose(browser, "micro_batch", "any")
+    choose(browser, "tensor", "2")
+    choose(browser, "micro_batch", "1")
     box, half = browser.find_element("name", "limit"), float(np.median(outcome.bytes[where])) / 1e9
     box.send_keys(f"{half:.6f}")
     assert counted(browser)[0] == pytest.approx((where & (outcome.bytes <= half * 1e9)).sum(), abs=2)
