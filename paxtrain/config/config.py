@@ -312,9 +312,8 @@ class Config(Checked):
         codec, mesh = self.compress.context.codec, self.mesh
         require(
             not codec or (mesh.context > 1 and mesh.context_form != "heads"),
-            f"compress.context.codec={codec} takes the keys and values that devices which share sequences send each "
-            f"other, but mesh.context={mesh.context}"
-            + (f" and mesh.context_form={mesh.context_form}" if mesh.context > 1 else ""),
+            f"compress.context.codec={codec} takes keys and values that devices which share sequences send each other, "
+            f"not those of mesh.context={mesh.context} with mesh.context_form={mesh.context_form}",
             each("mesh.context_form", ("ring", "gather")) if mesh.context > 1 else {"mesh.context": 2},
             {"compress.context": OUT},
         )

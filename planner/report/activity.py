@@ -1,4 +1,4 @@
-"""What each stage does in the chosen plan's step, with the transfers that compute does not hide."""
+"""The work of each stage in the chosen plan's step, and the transfers that compute does not hide."""
 
 import dataclasses
 import math
